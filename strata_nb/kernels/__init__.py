@@ -1,0 +1,1 @@
+"""Compute: the numpy oracle of every kernel."""

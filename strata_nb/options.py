@@ -1,0 +1,113 @@
+"""What a caller may choose: one field per long flag of the command line, checked when it is made.
+
+`Options` says which model runs where and with how much memory; `Sampling` says how the next token
+is chosen. Both are frozen: a changed copy comes from `dataclasses.replace`. Values that cannot be
+used are refused here, so that the command line and the Python API give the same message.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from strata_nb.errors import ConfigError
+
+DEVICES = ("reference",)
+CACHE_TYPES = ("f32", "f16", "int8")
+DEFAULT_CONTEXT_LIMIT = 8192  # cells, where neither the user nor the model asks for less
+DEFAULT_PREFILL_ROWS = 512  # rows of a prompt batch under `--prefill auto`
+MAX_SEED = 2**64 - 1
+
+
+def _refuse(flag: str, value: object, wanted: str) -> ConfigError:
+    return ConfigError(f"{flag} {value}: not usable", hint=f"give {flag} {wanted}")
+
+
+def _check_integer(flag: str, value: object, low: int, high: int, wanted: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _refuse(flag, value, wanted)
+
+
+def _check_real(flag: str, value: object, low: float, high: float, wanted: str) -> None:
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not usable or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type]
+        raise _refuse(flag, value, wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Choose the model, the device and the sizes.
+
+    model           path of a GGUF file (the first shard of a split one)
+    device          "auto" or "reference"
+    ctx_size        cells of the K/V cache; None: the model's context, at most 8,192
+    threads         compute threads; None: physical cores within affinity and quota
+    prefill         rows of a prompt batch, or "auto"
+    cache_type_k/v  how keys and values are stored: "f32", "f16", "int8" (a scale per 64 values);
+                    None: the device's own choice (reference: f32)
+    """
+
+    model: str | os.PathLike[str]
+    device: str = "auto"
+    ctx_size: int | None = None
+    threads: int | None = None
+    prefill: int | str = "auto"
+    cache_type_k: str | None = None
+    cache_type_v: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", Path(self.model))
+        if self.device != "auto" and self.device not in DEVICES:
+            raise _refuse("--device", self.device, "one of: auto, " + ", ".join(DEVICES))
+        if self.ctx_size is not None:
+            _check_integer("--ctx-size", self.ctx_size, 1, 2**31 - 1, "a number of cells, 1 or more")
+        if self.threads is not None:
+            _check_integer("--threads", self.threads, 1, 1024, "a number from 1 to 1024")
+        if self.prefill != "auto":
+            _check_integer("--prefill", self.prefill, 1, 65536, "a number of rows, or auto")
+        for flag, value in (
+            ("--cache-type-k", self.cache_type_k),
+            ("--cache-type-v", self.cache_type_v),
+        ):
+            if value is not None and value not in CACHE_TYPES:
+                raise _refuse(flag, value, "one of: " + ", ".join(CACHE_TYPES))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Choose how the next token is drawn; the defaults are llama.cpp's.
+
+    temperature        0 takes the most likely token
+    top_k              keep the k most likely tokens; 0 keeps all
+    top_p              keep the smallest set whose probability reaches p; 1 keeps all
+    min_p              drop tokens less likely than p times the most likely one; 0 drops none
+    repeat_penalty     divide positive and multiply negative logits of recent tokens; 1 is off
+    presence_penalty   subtract once from the logit of every recent token; 0 is off
+    frequency_penalty  subtract once per occurrence; 0 is off
+    repeat_last_n      how many tokens count as recent: 0 none, -1 all
+    seed               of the random numbers; None draws one from the operating system
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = 64
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_real("--temp", self.temperature, 0.0, 1e6, "a finite number, 0 or more")
+        _check_integer("--top-k", self.top_k, 0, 2**31 - 1, "0 (all tokens) or more")
+        _check_real("--top-p", self.top_p, 0.0, 1.0, "a number from 0 to 1")
+        _check_real("--min-p", self.min_p, 0.0, 1.0, "a number from 0 to 1")
+        _check_real("--repeat-penalty", self.repeat_penalty, 1e-6, 1e6, "a positive number")
+        _check_real("--presence-penalty", self.presence_penalty, -1e6, 1e6, "a finite number")
+        _check_real("--frequency-penalty", self.frequency_penalty, -1e6, 1e6, "a finite number")
+        _check_integer("--repeat-last-n", self.repeat_last_n, -1, 2**31 - 1, "-1 (all) or more")
+        if self.seed is not None:
+            _check_integer("--seed", self.seed, 0, MAX_SEED, f"a number from 0 to {MAX_SEED}")
