@@ -2,7 +2,7 @@
 
     StrataError                       exit 1   something that was asked for failed
     +-- ConfigError                   exit 2   an option or a combination of options cannot be used
-    +-- FileFormatError               exit 2   a file cannot be used: path, byte offset, what was found
+    +-- FileFormatError               exit 2   a file cannot be used: path, offset, what was found
     +-- TemplateError                 exit 1   a chat template refused the conversation
 
 A message says what was tried, where, and with which numbers; `hint` says what to do about it.
@@ -14,7 +14,7 @@ import os
 
 
 class StrataError(Exception):
-    """Report a failure that the caller can understand; `hint` is one line with a remedy, or empty."""
+    """Report a failure that the caller can understand; `hint` is one line of remedy, or empty."""
 
     exit_status = 1
 
@@ -33,8 +33,8 @@ class ConfigError(StrataError):
 class FileFormatError(StrataError):
     """Refuse a file.
 
-    `path` is the file, `offset` the byte where reading it stopped making sense (None where the fault
-    has no single place, such as a missing shard).
+    `path` is the file, `offset` the byte where reading it stopped making sense (None where the
+    fault has no single place, such as a missing shard).
     """
 
     exit_status = 2
@@ -55,4 +55,4 @@ class FileFormatError(StrataError):
 
 
 class TemplateError(StrataError):
-    """Report that a chat template is broken or refused the conversation, in the template's words."""
+    """Report that a chat template is broken, or refused the conversation, in its own words."""

@@ -7,7 +7,6 @@ used are refused here, so that the command line and the Python API give the same
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +30,8 @@ def _check_integer(flag: str, value: object, low: int, high: int, wanted: str) -
 
 
 def _check_real(flag: str, value: object, low: float, high: float, wanted: str) -> None:
-    usable = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not usable or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type]
-        raise _refuse(flag, value, wanted)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise _refuse(flag, value, wanted)  # a NaN is in no range
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +56,15 @@ class Options:
     cache_type_v: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, (str, os.PathLike)) or not os.fspath(self.model):
+            raise _refuse("--model", self.model, "the path of a GGUF file")
         object.__setattr__(self, "model", Path(self.model))
         if self.device != "auto" and self.device not in DEVICES:
             raise _refuse("--device", self.device, "one of: auto, " + ", ".join(DEVICES))
         if self.ctx_size is not None:
-            _check_integer("--ctx-size", self.ctx_size, 1, 2**31 - 1, "a number of cells, 1 or more")
+            _check_integer(
+                "--ctx-size", self.ctx_size, 1, 2**31 - 1, "a number of cells, 1 or more"
+            )
         if self.threads is not None:
             _check_integer("--threads", self.threads, 1, 1024, "a number from 1 to 1024")
         if self.prefill != "auto":

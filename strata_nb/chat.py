@@ -1,0 +1,351 @@
+"""Turn a conversation into token ids through the model's chat template.
+
+    messages --protect--> marked messages --ChatTemplate.render--> text --encode_protected--> ids
+
+Control tokens come from the template only. A user who writes `<|im_end|>` means these ten
+characters, so each control token's text inside the conversation is broken by a mark before the
+template sees it, and the tokenizer takes the marks out again after it has parsed the template's own
+control tokens. Escaping the text instead would change what the model reads.
+
+One rule for BOS: a template that writes it is right, and the model's add_bos is not applied on top;
+one that does not write it gets it from add_bos.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Protocol
+
+import jinja2
+from jinja2.exceptions import UndefinedError
+
+from strata_nb.errors import ConfigError, TemplateError
+from strata_nb.template_sandbox import Refusal, TemplateEnvironment
+
+MAX_TEMPLATE = 1 << 20  # characters; the longest template known has 17,000
+MAX_RENDERED = 1 << 26  # characters, some 16 million tokens
+
+# Templates cut the reasoning out of earlier answers at these, so an answer keeps them whole.
+ANSWER_TEXTS = frozenset({"<think>", "</think>"})
+
+CHATML = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string -%}
+{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}{{ part.text }}{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+
+_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # never characters, so nobody's text
+_OTHER_TEMPLATE = "give another one: --chat-template chatml, or --chat-template-file FILE"
+
+# What a program in the template language can raise.
+_PROGRAM_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+Message = dict[str, Any]  # role, content (text, or a list of {"type": "text", "text": ...}), ...
+
+
+class ChatTokenizer(Protocol):
+    """What this module asks of a tokenizer."""
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether the model wants BOS before every text."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id of BOS, if there is one."""
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of EOS, if there is one."""
+
+    @property
+    def control_texts(self) -> Sequence[str]:
+        """The texts of all control tokens."""
+
+    def text(self, token: int) -> str:
+        """Return the text of a token."""
+
+    def encode_protected(self, text: str, mark: str) -> list[int]:
+        """Return ids: control tokens without a mark inside are parsed, then marks are dropped."""
+
+
+class ChatTemplate:
+    """Hold a compiled template; `origin` is how messages about it call it."""
+
+    def __init__(
+        self, source: str, *, bos: str = "", eos: str = "", origin: str = "the model's template"
+    ) -> None:
+        self.source = source
+        self.origin = origin
+        self._given = {"bos_token": bos, "eos_token": eos}
+        if len(source) > MAX_TEMPLATE:
+            raise TemplateError(
+                f"{origin} has {len(source):,} characters, more than {MAX_TEMPLATE:,}",
+                hint=_OTHER_TEMPLATE,
+            )
+        try:
+            self._template = TemplateEnvironment().from_string(source)
+        except (
+            jinja2.TemplateError,
+            SyntaxError,
+            RecursionError,
+            MemoryError,
+            ValueError,
+        ) as error:
+            raise self._failure(error) from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Return the text of a conversation; `variables` are further names for the template.
+
+        Raises TemplateError where the template refuses the conversation, fails or does not end.
+        """
+        given = {
+            "documents": None,
+            **self._given,
+            **variables,
+            "messages": list(messages),
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._render(given)
+        except TemplateError as failure:
+            if tools is not None or not isinstance(failure.__cause__, TypeError | UndefinedError):
+                raise
+            # Templates written for tool calls only loop over `tools` without a test, or add
+            # `functions` to a text: an empty list or text is how they spell "no tools".
+            try:
+                return self._render({"functions": "", "datetime": _now(), **given, "tools": []})
+            except TemplateError:
+                raise failure from failure.__cause__
+
+    def _render(self, given: dict[str, Any]) -> str:
+        pieces, length = [], 0
+        try:
+            for piece in self._template.generate(TemplateEnvironment.variables(given)):
+                pieces.append(piece)
+                length += len(piece)
+                if length > MAX_RENDERED:
+                    raise TemplateError(
+                        f"{self.origin} wrote more than {MAX_RENDERED:,} characters",
+                        hint=_OTHER_TEMPLATE,
+                    )
+        except _PROGRAM_ERRORS as error:
+            raise self._failure(error) from error
+        return "".join(pieces)
+
+    def _failure(self, error: Exception) -> TemplateError:
+        """Say what stopped the template, in its own words where it has some."""
+        if isinstance(error, Refusal):
+            return TemplateError(
+                f"{self.origin} refused the conversation: {error.message}",
+                hint="change the conversation (some take no --system), or " + _OTHER_TEMPLATE,
+            )
+        if isinstance(error, RecursionError | SyntaxError):  # Python's limits on what jinja2 wrote
+            return TemplateError(f"{self.origin} is nested too deeply", hint=_OTHER_TEMPLATE)
+        line = _line(error)
+        place = "" if line is None else f" at line {line}"
+        message = getattr(error, "message", None) or str(error) or type(error).__name__
+        if missing := re.match(r"No (filter|test) named '(.*?)'", message):
+            message = f"unknown {missing[1]} {missing[2]}"
+        elif isinstance(error, jinja2.TemplateSyntaxError):
+            message, place = f"syntax error{place}: {message}", ""
+        return TemplateError(f"{self.origin}: {message}{place}", hint=_OTHER_TEMPLATE)
+
+
+def choose_template(
+    file_template: str | None,
+    given: str | None,
+    text_from_file: str | None,
+    tokenizer: ChatTokenizer,
+) -> ChatTemplate:
+    """Return the template to use: the text of a template file, what was given, or the model's own.
+
+    file_template    the model's default template (tokenizer.chat_template), if it has one
+    given            None or "auto" for the model's, "chatml", or a template's text
+    text_from_file   the content of --chat-template-file
+
+    Raises ConfigError where there is none or `given` is not one, TemplateError for a broken one.
+    """
+    if text_from_file is not None:
+        source, origin = text_from_file, "the template of --chat-template-file"
+        if not _has_tags(source):
+            raise ConfigError(
+                f"--chat-template-file: {len(source)} characters without {{{{ or {{%, which is not "
+                "a chat template",
+                hint="give a file with a jinja template",
+            )
+    elif given is None or given == "auto":
+        if file_template is None:
+            raise ConfigError(
+                "the model file has no chat template",
+                hint="give one: --chat-template chatml is the most common form",
+            )
+        source, origin = file_template, "the model's template"
+    elif given == "chatml":
+        source, origin = CHATML, "the chatml template"
+    elif _has_tags(given):
+        source, origin = given, "the template of --chat-template"
+    else:
+        raise ConfigError(
+            f"--chat-template {given}: neither a name nor a template",
+            hint="give auto, chatml, or the text of a jinja template",
+        )
+    return ChatTemplate(
+        source,
+        bos="" if tokenizer.bos_id is None else tokenizer.text(tokenizer.bos_id),
+        eos="" if tokenizer.eos_id is None else tokenizer.text(tokenizer.eos_id),
+        origin=origin,
+    )
+
+
+def encode_chat(
+    tokenizer: ChatTokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[dict[str, Any]] | None = None,
+    **variables: Any,
+) -> tuple[list[int], list[str]]:
+    """Return the ids of a conversation and the warnings, one line each.
+
+    Raises TemplateError as `ChatTemplate.render` does.
+    """
+    (messages, tools), mark = protect((messages, tools), tokenizer.control_texts)
+    text = template.render(
+        messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+    )
+    ids = tokenizer.encode_protected(text, mark)
+    bos = tokenizer.bos_id
+    if not tokenizer.add_bos or bos is None:
+        return ids, []
+    if ids and ids[0] == bos:
+        return ids, [f"{template.origin} writes BOS itself; the model's add_bos is left out"]
+    return [bos, *ids], []
+
+
+def protect(conversation: Any, control_texts: Iterable[str]) -> tuple[Any, str]:
+    """Return a copy with a mark inside each control token's text, and the mark.
+
+    `conversation` is nested lists and dicts: the messages, alone or with tools and documents. The
+    mark is a non-character that occurs nowhere in it; it follows the first character of every text
+    that is a control token, also of overlapping ones, and of every end of a text that could become
+    one with what comes after it (a template joins the parts of a message). `role` and `type` are
+    the caller's words and stay as they are. Raises ConfigError if all 32 non-characters are in use.
+    """
+    texts = sorted({text for text in control_texts if text})
+    used = {char for text in (*_strings(conversation), *texts) for char in _MARKS if char in text}
+    if len(used) == len(_MARKS):
+        raise ConfigError(
+            "the conversation uses all of the non-characters U+FDD0 to U+FDEF",
+            hint="remove them from the text; they stand for nothing",
+        )
+    mark = next(char for char in _MARKS if char not in used)
+    anywhere = _Marker(texts, mark)
+    in_answer = _Marker([text for text in texts if text not in ANSWER_TEXTS], mark)
+    return _marked(conversation, anywhere, in_answer), mark
+
+
+class _Marker:
+    """Insert a mark into the control texts of a text; `texts` are sorted."""
+
+    def __init__(self, texts: Sequence[str], mark: str) -> None:
+        self._texts = texts
+        self._mark = mark
+        self._longest = max(map(len, texts), default=0)
+        rests: dict[str, list[str]] = {}
+        for text in texts:
+            rests.setdefault(text[0], []).append(re.escape(text[1:]))
+        # Only the first character is consumed, so that a token beginning inside another is found.
+        tokens = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
+        self._pattern = re.compile("|".join(tokens) or "(?!)")
+
+    def __call__(self, text: str) -> str:
+        cuts = {match.end() for match in self._pattern.finditer(text)}
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if self._begins_a_token(text[start:]):
+                cuts.add(start + 1)
+        if not cuts:
+            return text
+        ends = sorted(cuts)
+        pieces = (text[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True))
+        return self._mark.join(pieces)
+
+    def _begins_a_token(self, tail: str) -> bool:
+        at = bisect.bisect_left(self._texts, tail)
+        return at < len(self._texts) and self._texts[at].startswith(tail)
+
+
+def _marked(value: Any, marker: _Marker, in_answer: _Marker) -> Any:
+    """Return a copy of nested data with the marker applied to its strings."""
+    if isinstance(value, str):
+        return marker(value)
+    if isinstance(value, Mapping):
+        inside = in_answer if value.get("role") == "assistant" else marker
+        return {
+            key: item if key in ("role", "type") else _marked(item, inside, in_answer)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_marked(item, marker, in_answer) for item in value]
+    return value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+
+
+def _now() -> str:
+    return datetime.now().strftime("%b %d %Y %H:%M:%S")
+
+
+def _has_tags(source: str) -> bool:
+    return "{{" in source or "{%" in source
+
+
+def _line(error: Exception) -> int | None:
+    """Return the template's line that failed: jinja2 gives the traceback its line numbers."""
+    line: int | None = getattr(error, "lineno", None)
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "<template>":
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line

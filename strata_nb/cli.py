@@ -1,0 +1,233 @@
+"""The command line: one docopt usage text per command, which is its specification.
+
+`main` finds the command, parses its arguments, runs it and turns every failure into one line of
+cause, one line of remedy and an exit status:
+
+    0    done
+    1    something that was asked for failed
+    2    a file, an option or a configuration cannot be used
+    130  interrupted (Ctrl-C); what was written so far stands
+
+Commands are imported when they run: `--help` loads neither numpy nor a model.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import strata_nb
+from strata_nb.arguments import Arguments, parse
+from strata_nb.errors import ConfigError, StrataError
+
+MAIN_USAGE = """\
+Run Mixture-of-Experts language models that are larger than the graphics card.
+
+Usage:
+  strata_nb COMMAND [ARGUMENTS...]
+  strata_nb COMMAND --help
+  strata_nb --version
+
+Commands:
+  generate    write text that continues a prompt
+  chat        talk with a model, turn by turn
+  tokenize    show how a text is cut into tokens
+  info        show what is in a model file and what would fit where
+  perplexity  measure how well a model predicts a text, or compare two runs
+"""
+
+_MODEL = """\
+  -m FILE, --model FILE        the model: a GGUF file (of a split one, any shard)"""
+
+_DEVICE = """\
+  --device NAME                reference: float32 on the CPU (the only one so far); auto (default)
+  -c N, --ctx-size N           cells of the K/V cache (default: the model's, at most 8192)
+  -t N, --threads N            compute threads (default: physical cores within affinity and quota)
+  --prefill N                  rows of a prompt batch, or auto (default auto: 512)
+  --ctk TYPE, --cache-type-k TYPE  how keys are stored: f32, f16 or int8 (default f32)
+  --ctv TYPE, --cache-type-v TYPE  how values are stored (default f32)"""
+
+_SAMPLING = """\
+  --temp X                     temperature; 0 takes the most likely token (default 0.8)
+  --top-k N                    keep the N most likely tokens; 0 keeps all (default 40)
+  --top-p X                    keep the smallest set that reaches probability X (default 0.95)
+  --min-p X                    drop what is less likely than X times the best (default 0.05)
+  --repeat-penalty X           divide the logits of recent tokens by X (default 1: off)
+  --presence-penalty X         subtract X for a recent token (default 0: off)
+  --frequency-penalty X        subtract X for each recent occurrence (default 0: off)
+  --repeat-last-n N            how many tokens are recent; -1: all (default 64)
+  --seed N                     of the random numbers (default: drawn, and shown at the end)"""
+
+_TEMPLATE = """\
+  --chat-template TEXT         auto (the file's own), chatml, or a template's text
+  --chat-template-file FILE    a file that holds a template"""
+
+_OUTPUT = """\
+  --stats-json FILE            write speeds and counts to FILE as JSON
+  --verbose                    say more about what is done, on stderr
+  -h, --help                   show this text"""
+
+GENERATE_USAGE = f"""\
+Write text that continues a prompt. The text goes to stdout, everything else to stderr.
+
+Usage:
+  strata_nb generate [options] [--stop TEXT]... [--] [PROMPT]
+
+The prompt is continued as it stands. With --system, --chat-template or --chat-template-file it is a
+user's message instead, put into the chat template, and the answer is written.
+
+Options:
+{_MODEL}
+  -p TEXT, --prompt TEXT       the prompt (or as the first word that is no flag)
+  -f FILE, --file FILE         read the prompt from FILE, - is stdin; one newline at the end is cut
+  --system TEXT                answer the prompt as a chat with this system message
+{_TEMPLATE}
+  -n N, --max-tokens N         tokens to write at most; -1: until the model ends (default 256)
+  --stop TEXT                  end before TEXT appears; may be given several times
+  --ignore-eos                 never end at the model's own end; the repeat guard is off too
+{_SAMPLING}
+{_DEVICE}
+{_OUTPUT}
+"""
+
+CHAT_USAGE = f"""\
+Talk with a model, turn by turn: a line is a message, /reset forgets, /exit or end of input ends.
+
+Usage:
+  strata_nb chat [options] [--stop TEXT]...
+
+Options:
+{_MODEL}
+  --system TEXT                the system message
+{_TEMPLATE}
+  -n N, --max-tokens N         tokens of an answer at most; -1: until the model ends (default -1)
+  --stop TEXT                  end an answer before TEXT appears; may be given several times
+  --ignore-eos                 never end at the model's own end; the repeat guard is off too
+{_SAMPLING}
+{_DEVICE}
+{_OUTPUT}
+"""
+
+TOKENIZE_USAGE = f"""\
+Show how a text is cut into tokens: a line per token, its id and its bytes.
+
+Usage:
+  strata_nb tokenize [options] [--] [TEXT]
+
+Options:
+{_MODEL}
+  -p TEXT, --prompt TEXT       the text (or as the first word that is no flag)
+  -f FILE, --file FILE         read the text from FILE as it stands, - is stdin
+  --ids                        print the ids alone, on one line
+  --add-special                add the tokens that begin and end a text, as the file asks for
+  --parse-special              read control tokens such as <|im_end|> in the text as tokens
+  -h, --help                   show this text
+"""
+
+INFO_USAGE = f"""\
+Show what is in a model file, and what would fit where, as a sum line by line.
+
+Usage:
+  strata_nb info [options] [--] [FILE]
+
+Options:
+{_MODEL}
+  -c N, --ctx-size N           cells of the K/V in the sum (default: the model's, at most 8192)
+  --ctk TYPE, --cache-type-k TYPE  how keys are stored in the sum: f32, f16 or int8 (default f16)
+  --ctv TYPE, --cache-type-v TYPE  how values are stored in the sum (default f16)
+  --vram SIZE                  a card of SIZE, such as 12GiB, in place of 8, 12, 16 and 24 GiB
+  --keys                       print every metadata key
+  --tensors                    print every tensor
+  -h, --help                   show this text
+"""
+
+PERPLEXITY_USAGE = f"""\
+Measure how well a model predicts a text; with --kl-base, compare with the logits of another run.
+
+Usage:
+  strata_nb perplexity [options]
+
+The text is read in chunks of --ctx-size tokens; the second half of each chunk is scored.
+
+Options:
+{_MODEL}
+  -f FILE, --file FILE         the text, - is stdin
+  --save-logits FILE           write the logits of this run to FILE, for --kl-base of another run
+  --kl-base FILE               compare with the run that wrote FILE: KL divergence, best tokens
+  --chunks N                   read at most N chunks (default: all)
+  -c N, --ctx-size N           tokens of a chunk (default 512)
+  --device NAME                reference: float32 on the CPU (the only one so far); auto (default)
+  -t N, --threads N            compute threads (default: physical cores within affinity and quota)
+  --prefill N                  rows of a prompt batch, or auto (default auto: 512)
+  --ctk TYPE, --cache-type-k TYPE  how keys are stored: f32, f16 or int8 (default f32)
+  --ctv TYPE, --cache-type-v TYPE  how values are stored (default f32)
+{_OUTPUT}
+"""
+
+USAGE = {
+    "generate": GENERATE_USAGE,
+    "chat": CHAT_USAGE,
+    "tokenize": TOKENIZE_USAGE,
+    "info": INFO_USAGE,
+    "perplexity": PERPLEXITY_USAGE,
+}
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    if not argv:
+        raise ConfigError("no command given", hint="one of: " + ", ".join(USAGE))
+    command, *words = argv
+    if command in ("-h", "--help", "help"):
+        print(USAGE.get(words[0] if words else "", MAIN_USAGE), end="")
+        return 0
+    if command == "--version":
+        print(f"strata_nb {strata_nb.__version__}")
+        return 0
+    if command not in USAGE:
+        kind = "flag" if command.startswith("-") else "command"
+        raise ConfigError(f"{command}: unknown {kind}", hint="commands: " + ", ".join(USAGE))
+    arguments: Arguments = parse(command, USAGE[command], words)
+    if arguments.flag("--help"):
+        print(USAGE[command], end="")
+        return 0
+    status: int = import_module(f"strata_nb.commands.{command}").run(arguments)
+    return status
+
+
+def _report(error: BaseException) -> int:
+    """Print the cause and the remedy of `error` and return the exit status."""
+    if os.environ.get("STRATA_NB_DEBUG") == "1":
+        import traceback
+
+        traceback.print_exception(error)
+    if isinstance(error, StrataError):
+        cause, hint, status = error.message, error.hint, error.exit_status
+    elif isinstance(error, MemoryError):
+        cause, hint, status = f"out of memory: {error}", "a smaller --ctx-size or model", 1
+    elif isinstance(error, OSError):
+        cause, hint, status = str(error), "", 1
+    else:
+        cause = f"internal error: {type(error).__name__}: {error}"
+        hint, status = "a fault of strata_nb; STRATA_NB_DEBUG=1 shows where", 1
+    print(f"strata_nb: {cause}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    return status
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv` (without the program's name) and return the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+    try:
+        status = _dispatch(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output went away: nothing is left to say, and nothing to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # noqa: BLE001 - the one place where nothing may pass
+        return _report(error)
+    return status

@@ -1,0 +1,99 @@
+"""What a model is: the facts about one file that every other module works from.
+
+`Description` is plain data. It is made by `models.describe`, which first makes sure that nothing
+in the file was misunderstood: see `keys.py` and `tensors.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strata_nb.errors import ConfigError
+from strata_nb.kernels.reference import KV_GROUP, RopeStyle
+from strata_nb.options import CACHE_TYPES
+
+SCALE_BYTES = 2  # float16, one for each group of an int8 K/V cache
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Describe a model; sizes are counts of values unless a name says bytes.
+
+    architecture      as the file names it: "llama", "qwen2moe", ...
+    name              of the model, for people; may be empty
+    layers, width     transformer blocks; length of a hidden row
+    heads, kv_heads   of queries; of keys and values (heads is a multiple of it)
+    key_length        of a query or key head; value_length of a value head
+    rope_dims         values of a head that are rotated, from its start
+    rope_base, rope_scale, rope_style
+                      see `kernels.reference.rope_frequencies` and `rope_rotate`
+    eps               under the root of every norm
+    vocab_size        rows of the embedding and of the head, number of tokens
+    context           tokens the model was trained for, at most its sliding window
+    sliding_window    cells that attention sees back, None: all. Within it nothing slides, and a
+                      longer K/V cache is refused
+    ff_width          inner width of the dense feed-forward; 0 where experts take its place
+    experts, top_k    per layer, and how many of them a row uses; 0 in a dense model
+    expert_width      inner width of an expert; shared_width of the shared one, 0: none
+    tied_head         the embedding is also the head
+    parameters        values in all tensors
+    dense_bytes       of all tensors but the experts, as they lie in the file
+    expert_bytes      of all experts of all layers, as they lie in the file
+    one_expert_bytes  of one expert (gate, up and down) of each layer
+    """
+
+    architecture: str
+    name: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    key_length: int
+    value_length: int
+    rope_dims: int
+    rope_base: float
+    rope_scale: float
+    rope_style: RopeStyle
+    eps: float
+    vocab_size: int
+    context: int
+    sliding_window: int | None
+    ff_width: int
+    experts: int
+    top_k: int
+    expert_width: int
+    shared_width: int
+    tied_head: bool
+    parameters: int
+    dense_bytes: int
+    expert_bytes: int
+    one_expert_bytes: tuple[int, ...]
+
+    def check_context(self, cells: int) -> None:
+        """Raise ConfigError for a K/V cache of `cells` that this model cannot use."""
+        if cells < 1:
+            raise ConfigError(f"a context of {cells} cells: not usable", hint="1 or more")
+        if self.sliding_window is not None and cells > self.sliding_window:
+            raise ConfigError(
+                f"a context of {cells} cells: attention of this model slides over the last "
+                f"{self.sliding_window}, which is not supported",
+                hint=f"give --ctx-size {self.sliding_window} or less",
+            )
+
+    def kv_bytes_per_cell(self, type_k: str, type_v: str) -> int:
+        """Return the bytes that one token's keys and values take in all layers."""
+        key_bytes = head_bytes(type_k, self.key_length)
+        value_bytes = head_bytes(type_v, self.value_length)
+        return self.layers * self.kv_heads * (key_bytes + value_bytes)
+
+
+def head_bytes(cache_type: str, length: int) -> int:
+    """Return the bytes of one head's key or value in a K/V cache; ConfigError for another type."""
+    if cache_type not in CACHE_TYPES:
+        raise ConfigError(
+            f"a K/V cache of type {cache_type}: not known", hint="one of: " + ", ".join(CACHE_TYPES)
+        )
+    if cache_type == "int8":
+        groups = -(-length // KV_GROUP)
+        return length + groups * SCALE_BYTES
+    return length * (4 if cache_type == "f32" else 2)

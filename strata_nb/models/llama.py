@@ -1,0 +1,115 @@
+"""`llama`: Llama, Mistral, SmolLM, and with experts in place of the feed-forward, Mixtral.
+
+Touvron et al. 2023, https://arxiv.org/abs/2302.13971; Jiang et al. 2024, https://arxiv.org/abs/2401.04088.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from strata_nb.gguf import GGUFFile
+from strata_nb.kernels.reference import (
+    Floats,
+    Integers,
+    attention,
+    expert_mixture,
+    rms_norm,
+    rope_frequencies,
+    rope_rotate,
+    rope_table,
+    router_top_k,
+    silu_gate,
+)
+from strata_nb.models.description import Description
+from strata_nb.models.keys import Keys
+from strata_nb.models.state import ReferenceState
+from strata_nb.models.tensors import Expected
+from strata_nb.models.weights import Weights
+
+
+def describe(file: GGUFFile) -> Description:
+    """Read the metadata; FileFormatError for what is not understood."""
+    keys = Keys(file)
+    experts = keys.experts(required=False)
+    keys.shared_experts(0)
+    keys.require("expert_weights_norm", True, "shares that do not add up to 1")
+    keys.count("expert_shared_feed_forward_length", 0, low=0, high=0)
+    width = keys.per_layer("feed_forward_length")
+    expert_width = keys.inner_width("expert_feed_forward_length", width)
+    return keys.describe(
+        rope_style="pairs",
+        ff_width=0 if experts.number else width,
+        experts=experts,
+        expert_width=expert_width if experts.number else 0,
+    )
+
+
+def expected_tensors(model: Description) -> Expected:
+    """List the tensors that `forward` reads."""
+    n, width = model.layers, model.width
+    q_width = model.heads * model.key_length
+    k_width, v_width = model.kv_heads * model.key_length, model.kv_heads * model.value_length
+    expected = Expected()
+    expected.required["token_embd.weight"] = (model.vocab_size, width)
+    expected.required["output_norm.weight"] = (width,)
+    expected.optional["output.weight"] = (model.vocab_size, width)
+    expected.optional["rope_freqs.weight"] = (model.rope_dims // 2,)
+    expected.in_every_layer(n, "attn_norm.weight", width)
+    expected.in_every_layer(n, "attn_q.weight", q_width, width)
+    expected.in_every_layer(n, "attn_k.weight", k_width, width)
+    expected.in_every_layer(n, "attn_v.weight", v_width, width)
+    expected.in_every_layer(n, "attn_output.weight", width, model.heads * model.value_length)
+    expected.in_every_layer(n, "ffn_norm.weight", width)
+    expected.in_every_layer_or_none(n, "attn_q.bias", q_width)
+    expected.in_every_layer_or_none(n, "attn_k.bias", k_width)
+    expected.in_every_layer_or_none(n, "attn_v.bias", v_width)
+    expected.in_every_layer_or_none(n, "attn_output.bias", width)
+    if model.experts:
+        stack = (model.experts, model.expert_width, width)
+        expected.in_every_layer(n, "ffn_gate_inp.weight", model.experts, width)
+        expected.in_every_layer(n, "ffn_gate_exps.weight", *stack)
+        expected.in_every_layer(n, "ffn_up_exps.weight", *stack)
+        expected.in_every_layer(n, "ffn_down_exps.weight", model.experts, width, model.expert_width)
+    else:
+        expected.in_every_layer(n, "ffn_gate.weight", model.ff_width, width)
+        expected.in_every_layer(n, "ffn_up.weight", model.ff_width, width)
+        expected.in_every_layer(n, "ffn_down.weight", width, model.ff_width)
+        expected.in_every_layer_or_none(n, "ffn_gate.bias", model.ff_width)
+        expected.in_every_layer_or_none(n, "ffn_up.bias", model.ff_width)
+        expected.in_every_layer_or_none(n, "ffn_down.bias", width)
+    return expected
+
+
+def forward(
+    model: Description, w: Weights, state: ReferenceState, ids: Integers, wanted: slice
+) -> Floats:
+    """Read the tokens `ids` (rows,) behind the state's cells: logits (wanted rows, vocab)."""
+    rows = len(ids)
+    positions = state.length + np.arange(rows)
+    factors = w.vector("rope_freqs.weight") if "rope_freqs.weight" in w else None
+    frequencies = rope_frequencies(model.rope_dims, model.rope_base, model.rope_scale, factors)
+    cosine, sine = rope_table(positions, frequencies)
+    x = w.rows("token_embd.weight", ids)
+    for layer in range(model.layers):
+        blk = f"blk.{layer}"
+
+        h = rms_norm(x, w.vector(f"{blk}.attn_norm.weight"), model.eps)
+        q = w.linear(h, f"{blk}.attn_q").reshape(rows, model.heads, model.key_length)
+        k = w.linear(h, f"{blk}.attn_k").reshape(rows, model.kv_heads, model.key_length)
+        v = w.linear(h, f"{blk}.attn_v").reshape(rows, model.kv_heads, model.value_length)
+        q = rope_rotate(q, cosine, sine, model.rope_style)
+        k = rope_rotate(k, cosine, sine, model.rope_style)
+        keys, values = state.append(layer, k, v)
+        mixed = attention(q, keys, values, positions, model.key_length**-0.5)
+        x = x + w.linear(mixed.reshape(rows, -1), f"{blk}.attn_output")
+
+        h = rms_norm(x, w.vector(f"{blk}.ffn_norm.weight"), model.eps)
+        if model.experts:
+            router = w.linear(h, f"{blk}.ffn_gate_inp")
+            chosen, shares = router_top_k(router, model.top_k, renormalise=True)
+            x = x + expert_mixture(h, chosen, shares, w.experts_of(layer))
+        else:
+            inner = silu_gate(w.linear(h, f"{blk}.ffn_gate"), w.linear(h, f"{blk}.ffn_up"))
+            x = x + w.linear(inner, f"{blk}.ffn_down")
+    x = rms_norm(x[wanted], w.vector("output_norm.weight"), model.eps)
+    return w.linear(x, "token_embd" if model.tied_head else "output")

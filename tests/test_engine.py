@@ -1,0 +1,281 @@
+"""Engine, session and generation: what they hold, how an answer ends, what can be repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from make_model import make_model
+from model_shapes import LOGITS_SHAPES
+
+from strata_nb import Engine, Options, Sampling
+from strata_nb.engine import Session
+from strata_nb.errors import ConfigError, FileFormatError
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    make_model(path, LOGITS_SHAPES["qwen3moe"])
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    with Engine.open(Options(model, ctx_size=64, prefill=7)) as engine:
+        yield engine
+
+
+class Script:
+    """A model whose next token is scripted: after n tokens the best one is script[n]."""
+
+    def __init__(self, script: Sequence[int], vocab: int) -> None:
+        self.script, self.vocab = script, vocab
+        self.batches: list[int] = []
+
+    def new_state(self, ctx_size: int, type_k: str, type_v: str) -> ScriptState:
+        return ScriptState()
+
+    def forward(self, ids: Sequence[int], state: ScriptState, want: str) -> np.ndarray:
+        assert want == "last"
+        self.batches.append(len(ids))
+        state.length += len(ids)
+        logits = np.zeros((1, self.vocab), np.float32)
+        logits[0, self.script[min(state.length, len(self.script) - 1)]] = 10
+        return logits
+
+
+class ScriptState:
+    length = 0
+
+    def rewind(self, length: int) -> None:
+        self.length = length
+
+
+@pytest.fixture
+def scripted(model: Path) -> Iterator[Engine]:
+    with Engine.open(Options(model, ctx_size=600, prefill=4)) as engine:
+        yield engine
+
+
+def play(engine: Engine, text: str, **options: object) -> tuple[list[int], str, str | None]:
+    """Let the engine write `text`, then its end token; return the ids, the text, and the reason."""
+    ids = [*engine.encode(text), engine.tokenizer.eos_id or 0]
+    engine.model = Script([0, *ids], engine.description.vocab_size)  # type: ignore[assignment]
+    generation = engine.generate([0], sampling=GREEDY, **options)  # type: ignore[arg-type]
+    tokens = list(generation)
+    return [t.id for t in tokens], "".join(t.text for t in tokens), generation.finish
+
+
+def test_greedy_generation_takes_the_best_logit_of_a_fresh_forward(engine: Engine) -> None:
+    ids = engine.encode("hello there", add_special=True)
+    written = [t.id for t in engine.generate(ids, max_tokens=12, sampling=GREEDY)]
+    expected = list(ids)
+    for _ in range(12):
+        expected.append(int(engine.logits(expected)[-1].argmax()))
+    assert written == expected[len(ids) :]
+
+
+def test_the_same_seed_writes_the_same_tokens_and_another_seed_others(engine: Engine) -> None:
+    ids = engine.encode("hello")
+
+    def write(seed: int | None) -> tuple[list[int], int]:
+        generation = engine.generate(ids, max_tokens=20, sampling=Sampling(seed=seed))
+        return [t.id for t in generation], generation.seed
+
+    first, seed = write(1)
+    assert seed == 1
+    assert write(1)[0] == first
+    assert write(2)[0] != first
+    drawn, seed = write(None)
+    assert write(seed)[0] == drawn
+
+
+def test_the_texts_of_the_tokens_join_to_the_bytes_of_the_ids(engine: Engine) -> None:
+    tokens = list(engine.generate(engine.encode("h"), max_tokens=30, sampling=Sampling(seed=3)))
+    whole = engine.decode([t.id for t in tokens], skip_special=True)
+    assert "".join(t.text for t in tokens) == whole.decode(errors="replace")
+
+
+def test_a_session_that_goes_on_equals_a_fresh_one(engine: Engine) -> None:
+    session = engine.session()
+    session.extend(engine.encode("hello"))
+    first = [t.id for t in session.generate(max_tokens=5, sampling=GREEDY)]
+    session.extend(engine.encode(" more"))
+    ids = [*engine.encode("hello"), *first, *engine.encode(" more")]
+    assert session.ids == ids
+    assert session.position == len(ids)
+    np.testing.assert_allclose(session.next_logits(), engine.logits(ids)[-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, 6, 7])
+def test_a_rewound_session_forgets_and_goes_on_as_a_fresh_one(engine: Engine, kept: int) -> None:
+    session = engine.session()
+    ids = engine.encode("hello wo")
+    session.extend(ids)
+    assert session.rewind(kept) == session.position == kept
+    session.extend(engine.encode(" abc"))
+    fresh = engine.logits([*ids[:kept], *engine.encode(" abc")])[-1]
+    np.testing.assert_allclose(session.next_logits(), fresh, atol=1e-4)
+
+
+def test_rewinding_and_asking_at_once_gives_the_logits_of_the_last_token_kept(
+    engine: Engine,
+) -> None:
+    session = engine.session()
+    ids = engine.encode("hello wo")
+    session.extend(ids)
+    session.rewind(4)
+    np.testing.assert_allclose(session.next_logits(), engine.logits(ids[:4])[-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("position", [-1, 9])
+def test_a_rewind_to_where_nothing_was_is_refused(engine: Engine, position: int) -> None:
+    session = engine.session()
+    session.extend([1] * 8)
+    with pytest.raises(ConfigError, match="8 tokens"):
+        session.rewind(position)
+
+
+def test_an_answer_ends_at_the_models_end_token_which_comes_last(scripted: Engine) -> None:
+    ids, text, finish = play(scripted, "abc")
+    assert (text, finish) == ("abc", "end")
+    assert ids[-1] in scripted.tokenizer.end_ids
+
+
+def test_an_answer_ends_at_its_length(scripted: Engine) -> None:
+    ids, text, finish = play(scripted, "abcdef", max_tokens=2)
+    assert (len(ids), text, finish) == (2, "ab", "length")
+
+
+def test_no_token_is_written_where_none_is_asked_for(scripted: Engine) -> None:
+    assert play(scripted, "abc", max_tokens=0) == ([], "", "length")
+
+
+def test_an_answer_ends_before_a_stop_string_wherever_tokens_are_cut(scripted: Engine) -> None:
+    _, text, finish = play(scripted, "one. two. three", stop=["wo.", "xyz"])
+    assert (text, finish) == ("one. t", "stop")
+
+
+def test_text_held_back_for_a_stop_string_comes_out_at_the_end(scripted: Engine) -> None:
+    assert play(scripted, "one tw", stop=["two"])[1:] == ("one tw", "end")
+    assert play(scripted, "one two", stop=["two!"], max_tokens=6)[1:] == ("one tw", "length")
+
+
+def test_a_character_cut_at_the_length_becomes_a_replacement_character(scripted: Engine) -> None:
+    _, text, finish = play(scripted, "aé", max_tokens=2)  # a byte vocabulary: é is two tokens
+    assert (text, finish) == ("a\N{REPLACEMENT CHARACTER}", "length")
+
+
+def test_the_repeat_guard_ends_256_equal_tokens_unless_eos_is_ignored(scripted: Engine) -> None:
+    ids, _, finish = play(scripted, "a" * 300)
+    assert (len(ids), finish) == (256, "repeat")
+    ids, _, finish = play(scripted, "a" * 300, ignore_eos=True, max_tokens=290)
+    assert (len(ids), finish) == (290, "length")
+
+
+def test_ignoring_eos_never_writes_an_end_token(scripted: Engine) -> None:
+    ids, _, finish = play(scripted, "abc", ignore_eos=True, max_tokens=8)
+    assert finish == "length"
+    assert not scripted.tokenizer.end_ids & set(ids)
+
+
+def test_an_answer_ends_when_the_context_is_full(scripted: Engine) -> None:
+    ids, _, finish = play(scripted, "ab" * 400)
+    assert (len(ids), finish) == (600, "context")  # 599 cells after the prompt, and one unread
+
+
+def test_a_prompt_is_read_in_batches_and_a_sampled_token_once(scripted: Engine) -> None:
+    scripted.model = script = Script([5] * 20, scripted.description.vocab_size)  # type: ignore[assignment]
+    list(scripted.generate([1] * 10, max_tokens=3, sampling=GREEDY))
+    assert script.batches == [4, 4, 2, 1, 1]
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers_and_nothing_is_added(
+    engine: Engine,
+) -> None:
+    session = engine.session()
+    session.extend([1] * 60)
+    with pytest.raises(ConfigError, match=r"5 tokens after 60 earlier tokens .* 64 cells"):
+        session.extend([1] * 5)
+    assert session.position == 60
+    session.extend([1] * 4)
+    with pytest.raises(ConfigError, match="65 tokens do not fit a context of 64"):
+        engine.logits([1] * 65)
+
+
+@pytest.mark.parametrize("token", [-1, 512])
+def test_a_token_outside_the_vocabulary_is_refused_with_its_place(
+    engine: Engine, token: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"token {token} at place 2 .* 512 tokens"):
+        engine.session().extend([1, 2, token])
+    with pytest.raises(ConfigError, match=f"token {token} at place 0"):
+        engine.logits([token])
+
+
+def test_a_session_without_a_token_has_nothing_to_continue(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="no token"):
+        engine.session().next_logits()
+    with pytest.raises(ConfigError, match="no token"):
+        list(engine.generate([], sampling=GREEDY))
+    assert engine.logits([]).shape == (0, 512)
+
+
+def test_an_interrupt_while_a_prompt_is_read_leaves_the_session_usable(engine: Engine) -> None:
+    session: Session = engine.session()
+    ids = engine.encode("hello there")
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.extend(ids, interrupt)
+    np.testing.assert_allclose(session.next_logits(), engine.logits(ids)[-1], atol=1e-4)
+
+
+def test_reading_a_prompt_reports_what_is_done_up_to_the_whole(engine: Engine) -> None:
+    seen: list[tuple[int, int]] = []
+    engine.session().extend([1] * 20, lambda done, total: seen.append((done, total)))
+    assert seen == [(7, 20), (14, 20), (20, 20)]
+
+
+def test_the_context_is_the_models_unless_asked_for_and_a_longer_one_is_warned_of(
+    model: Path,
+) -> None:
+    with Engine.open(Options(model)) as engine:
+        assert engine.ctx_size == 1024
+        assert not any("1024" in warning for warning in engine.warnings)
+    with Engine.open(Options(model, ctx_size=2000)) as engine:
+        assert engine.ctx_size == 2000
+        assert any("2000" in w and "1024" in w for w in engine.warnings)
+
+
+def test_cache_types_are_used(model: Path, engine: Engine) -> None:
+    ids = engine.encode("hello there, this is")
+    exact = engine.logits(ids)[-1]
+    for kinds in (("f16", "f16"), ("int8", "int8")):
+        with Engine.open(
+            Options(model, ctx_size=64, cache_type_k=kinds[0], cache_type_v=kinds[1])
+        ) as other:
+            difference = np.abs(other.logits(ids)[-1] - exact).max()
+        assert 0 < difference < 0.5
+
+
+def test_a_file_that_is_none_is_refused_and_nothing_stays_open(tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match="does not exist"):
+        Engine.open(Options(tmp_path / "none.gguf"))
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(8))
+    with pytest.raises(FileFormatError):
+        Engine.open(Options(broken))
+
+
+def test_closing_twice_is_closing_once(model: Path) -> None:
+    engine = Engine.open(Options(model))
+    engine.close()
+    engine.close()

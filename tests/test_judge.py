@@ -1,0 +1,218 @@
+"""The float32 forward against the figures of an independent one, and against itself.
+
+The stored figures come from the transformers library (tools/oracle_transformers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracle_models import RANDOM_MODELS, weights_digest
+
+from strata_nb import models
+from strata_nb.errors import ConfigError
+from strata_nb.gguf import GGUFFile
+from strata_nb.kernels.reference import Floats
+from strata_nb.models import ReferenceModel, weights
+from strata_nb.models.weights import float32_bytes, tensors_to_keep
+
+ORACLE = Path(__file__).parent / "data/oracle"
+TOLERANCE = 1e-3  # of a logit; the largest are about 20
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A maker of the random model of a name, each made once."""
+    directory = tmp_path_factory.mktemp("models")
+
+    def make(name: str) -> Path:
+        path = directory / f"{name}.gguf"
+        if not path.exists():
+            RANDOM_MODELS[name](path)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def mixture(random_model: Callable[[str], Path]) -> Iterator[GGUFFile]:
+    with GGUFFile.open(random_model("qwen2moe")) as file:
+        yield file
+
+
+def read(model: ReferenceModel, ids: list[int], *cuts: int) -> Floats:
+    """Return the logits of all ids, read in batches that end at `cuts`."""
+    state = model.new_state(len(ids))
+    ends = [*cuts, len(ids)]
+    parts = []
+    for start, end in zip([0, *cuts], ends, strict=True):
+        parts.append(model.forward(ids[start:end], state, "all"))
+    assert state.length == len(ids)
+    return np.concatenate(parts)
+
+
+def check_against_oracle(file: GGUFFile, name: str) -> None:
+    with np.load(ORACLE / f"{name}.npz") as oracle:
+        assert str(oracle["weights"]) == weights_digest(file), (
+            "the figures belong to other weights: run tools/oracle_transformers.py again"
+        )
+        logits = read(models.open_reference(file), oracle["ids"].tolist())
+        norms = np.linalg.norm(logits.astype(np.float64), axis=-1)
+        rows = logits[oracle["positions"]]
+        ours = np.take_along_axis(rows, oracle["best_ids"].astype(np.int64), axis=-1)
+        np.testing.assert_allclose(ours, oracle["best_logits"], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(norms, oracle["norms"], rtol=1e-5)
+        assert (rows.argmax(axis=-1) == oracle["best_ids"][:, 0]).mean() > 0.99
+
+
+@pytest.mark.parametrize("name", RANDOM_MODELS)
+def test_each_architecture_equals_transformers(
+    name: str, random_model: Callable[[str], Path]
+) -> None:
+    with GGUFFile.open(random_model(name)) as file:
+        check_against_oracle(file, name)
+
+
+@pytest.mark.model
+def test_a_real_model_equals_transformers_on_500_tokens_of_prose(smollm2: Path) -> None:
+    with GGUFFile.open(smollm2) as file:
+        check_against_oracle(file, "smollm2")
+
+
+@pytest.mark.parametrize("name", RANDOM_MODELS)
+def test_how_a_prompt_is_cut_changes_only_the_rounding(
+    name: str, random_model: Callable[[str], Path]
+) -> None:
+    with GGUFFile.open(random_model(name)) as file:
+        model = models.open_reference(file)
+        ids = np.random.default_rng(1).integers(0, model.description.vocab_size, 70).tolist()
+        whole = read(model, ids)
+        for cuts in ([1], [69], [33, 64], list(range(1, 70))):
+            np.testing.assert_allclose(read(model, ids, *cuts), whole, rtol=0, atol=2e-4)
+
+
+def test_want_last_returns_the_last_row_alone(mixture: GGUFFile) -> None:
+    model = models.open_reference(mixture)
+    state = model.new_state(8)
+    last = model.forward([3, 1, 4, 1, 5], state, "last")
+    assert last.shape == (1, model.description.vocab_size)
+    assert last.dtype == np.float32
+    np.testing.assert_allclose(last, read(model, [3, 1, 4, 1, 5])[-1:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("type_k", "type_v"), [("f16", "f16"), ("int8", "f16"), ("int8", "int8")])
+def test_a_smaller_cache_type_moves_the_logits_a_little(
+    type_k: str, type_v: str, mixture: GGUFFile
+) -> None:
+    model = models.open_reference(mixture)
+    ids = list(range(40))
+    exact = read(model, ids)
+    state = model.new_state(40, type_k, type_v)
+    logits = np.concatenate(
+        [model.forward(ids[:25], state, "all"), model.forward(ids[25:], state, "all")]
+    )
+    moved = np.abs(logits - exact).mean() / exact.std()
+    assert 1e-5 < moved < (0.05 if "int8" in (type_k, type_v) else 0.001)
+
+
+def test_a_rewound_state_continues_as_a_straight_one(mixture: GGUFFile) -> None:
+    model = models.open_reference(mixture)
+    straight = read(model, [7, 8, 9, 10, 11, 12])
+    state = model.new_state(64, "f32", "f32")
+    model.forward([7, 8, 9, 200, 201, 202, 203], state, "all")
+    state.rewind(3)
+    assert state.length == 3
+    np.testing.assert_allclose(
+        model.forward([10, 11, 12], state, "all"), straight[3:], rtol=0, atol=1e-4
+    )
+    with pytest.raises(ConfigError, match="cannot rewind to 7: the K/V holds 6 cells"):
+        state.rewind(7)
+    with pytest.raises(ConfigError, match="cannot rewind to -1"):
+        state.rewind(-1)
+
+
+def test_states_of_one_model_do_not_touch_each_other(mixture: GGUFFile) -> None:
+    model = models.open_reference(mixture)
+    first, second = model.new_state(8), model.new_state(8)
+    model.forward([1, 2, 3], first, "last")
+    model.forward([9, 8, 7, 6], second, "last")
+    wanted = read(model, [1, 2, 3, 4])[-1:]
+    np.testing.assert_allclose(model.forward([4], first, "last"), wanted, rtol=0, atol=1e-4)
+
+
+def test_what_cannot_be_read_is_refused_with_both_numbers(mixture: GGUFFile) -> None:
+    model = models.open_reference(mixture)
+    vocab_size = model.description.vocab_size
+    state = model.new_state(4)
+    with pytest.raises(ConfigError, match="5 tokens do not fit: 4 of 4 cells are left"):
+        model.forward([1] * 5, state, "all")
+    with pytest.raises(ConfigError, match=f"token {vocab_size} at place 1 .* of {vocab_size}"):
+        model.forward([0, vocab_size], state, "all")
+    with pytest.raises(ConfigError, match="token -1 at place 0"):
+        model.forward([-1], state, "all")
+    with pytest.raises(ConfigError, match="no tokens"):
+        model.forward([], state, "last")
+    assert state.length == 0
+    with pytest.raises(ConfigError, match="0 cells"):
+        model.new_state(0)
+    with pytest.raises(ConfigError, match="type q4_0"):
+        model.new_state(4, "q4_0")
+
+
+def test_every_budget_of_memory_gives_the_same_logits(
+    mixture: GGUFFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "SLAB_VALUES", 10_000)  # so that matrices are cut into slabs
+    everything = sum(float32_bytes(info) for info in mixture.tensors.values())
+    kept = [len(tensors_to_keep(mixture, budget)) for budget in (everything, everything - 1, 0)]
+    assert kept[0] == len(mixture.tensors) > kept[1] > kept[2] == 0
+    ids = [5, 6, 7, 8, 9, 300, 301]
+    results = [
+        read(models.open_reference(mixture, budget_bytes=budget), ids)
+        for budget in (everything, everything - 1, 0)
+    ]
+    np.testing.assert_allclose(results[1], results[0], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(results[2], results[0], rtol=0, atol=1e-4)
+
+
+def test_loading_counts_the_bytes_of_the_file_up_to_the_total(mixture: GGUFFile) -> None:
+    seen: list[tuple[int, int]] = []
+    models.open_reference(mixture, progress=lambda done, total: seen.append((done, total)))
+    total = sum(info.size_bytes for info in mixture.tensors.values())
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+
+
+def test_an_interrupt_while_loading_leaves_the_file_usable(mixture: GGUFFile) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        models.open_reference(mixture, progress=interrupt)
+    assert np.isfinite(read(models.open_reference(mixture), [1, 2, 3])).all()
+
+
+def test_an_interrupt_in_a_forward_leaves_the_state_as_it_was(
+    mixture: GGUFFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.open_reference(mixture)
+    straight = read(model, [1, 2, 3, 4])
+    state = model.new_state(16)
+    model.forward([1, 2, 3], state, "last")
+    append = type(state).append
+
+    def interrupted(self, layer, keys, values):  # type: ignore[no-untyped-def]
+        if layer == 1:
+            raise KeyboardInterrupt
+        return append(self, layer, keys, values)
+
+    monkeypatch.setattr(type(state), "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.forward([200, 201, 202], state, "last")
+    monkeypatch.undo()
+    assert state.length == 3
+    np.testing.assert_allclose(model.forward([4], state, "last"), straight[3:], rtol=0, atol=1e-4)

@@ -1,0 +1,157 @@
+"""Options and Sampling: the defaults, and what each field refuses in which words."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata_nb.errors import ConfigError
+from strata_nb.options import MAX_SEED, Options, Sampling
+
+FLAGS = {
+    "temperature": "--temp",
+    "top_k": "--top-k",
+    "top_p": "--top-p",
+    "min_p": "--min-p",
+    "repeat_penalty": "--repeat-penalty",
+    "presence_penalty": "--presence-penalty",
+    "frequency_penalty": "--frequency-penalty",
+    "repeat_last_n": "--repeat-last-n",
+    "seed": "--seed",
+    "model": "--model",
+    "device": "--device",
+    "ctx_size": "--ctx-size",
+    "threads": "--threads",
+    "prefill": "--prefill",
+    "cache_type_k": "--cache-type-k",
+    "cache_type_v": "--cache-type-v",
+}
+
+REAL_FIELDS = {
+    "temperature": (-0.001, 1e7),
+    "top_p": (-0.001, 1.001),
+    "min_p": (-0.001, 1.001),
+    "repeat_penalty": (0.0, 1e7),
+    "presence_penalty": (-1e7, 1e7),
+    "frequency_penalty": (-1e7, 1e7),
+}
+REFUSED_SAMPLING: list[tuple[str, Any]] = [
+    *(
+        (name, value)
+        for name, outside in REAL_FIELDS.items()
+        for value in (*outside, math.nan, math.inf, -math.inf, "1", None, True)
+    ),
+    *(("top_k", value) for value in (-1, 2**31, 1.0, "40", None, True)),
+    *(("repeat_last_n", value) for value in (-2, 2**31, 64.0, None, False)),
+    *(("seed", value) for value in (-1, MAX_SEED + 1, 1.0, "1", True)),
+]
+REFUSED_OPTIONS: list[tuple[str, Any]] = [
+    *(("model", value) for value in ("", None, 5)),
+    *(("device", value) for value in ("", "cuda:99", "Reference", None)),
+    *(("ctx_size", value) for value in (0, -1, 2**31, 1.5, "2048", True)),
+    *(("threads", value) for value in (0, -1, 1025, 2.0, "4", True)),
+    *(("prefill", value) for value in (0, -1, 65537, 1.0, "all", None, True)),
+    *(
+        (name, value)
+        for name in ("cache_type_k", "cache_type_v")
+        for value in ("", "q8_0", "F16", 16)
+    ),
+]
+
+
+def test_the_sampling_defaults_are_those_of_llama_cpp() -> None:
+    assert Sampling() == Sampling(
+        temperature=0.8,
+        top_k=40,
+        top_p=0.95,
+        min_p=0.05,
+        repeat_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repeat_last_n=64,
+        seed=None,
+    )
+
+
+def test_options_leave_every_choice_but_the_model_to_the_engine() -> None:
+    options = Options("m.gguf")
+    assert {field.name: getattr(options, field.name) for field in fields(options)} == {
+        "model": Path("m.gguf"),
+        "device": "auto",
+        "ctx_size": None,
+        "threads": None,
+        "prefill": "auto",
+        "cache_type_k": None,
+        "cache_type_v": None,
+    }
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED_SAMPLING)
+def test_a_sampling_value_outside_its_range_is_refused_by_its_flag(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{FLAGS[name]} {re.escape(str(value))}: ") as caught:
+        Sampling(**{name: value})
+    assert caught.value.hint.startswith(f"give {FLAGS[name]} ")
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED_OPTIONS)
+def test_an_option_outside_its_range_is_refused_by_its_flag(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{FLAGS[name]} {re.escape(str(value))}: ") as caught:
+        Options(**{"model": "m.gguf", name: value})
+    assert caught.value.hint.startswith(f"give {FLAGS[name]} ")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 0, "top_p": 0, "min_p": 0, "top_k": 0, "repeat_last_n": 0, "seed": 0},
+        {"temperature": 1e6, "top_p": 1, "min_p": 1.0, "top_k": 2**31 - 1, "repeat_last_n": -1},
+        {"repeat_penalty": 1e-6, "presence_penalty": -1e6, "frequency_penalty": 1e6},
+        {"seed": MAX_SEED},
+    ],
+)
+def test_the_ends_of_the_sampling_ranges_are_usable(values: dict[str, Any]) -> None:
+    sampling = Sampling(**values)
+    assert {name: getattr(sampling, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"device": "reference", "ctx_size": 1, "threads": 1, "prefill": 1},
+        {"device": "auto", "ctx_size": 2**31 - 1, "threads": 1024, "prefill": 65536},
+        {"cache_type_k": "f16", "cache_type_v": "int8"},
+        {"cache_type_k": "f32", "cache_type_v": "f32", "prefill": "auto"},
+    ],
+)
+def test_the_ends_of_the_option_ranges_are_usable(values: dict[str, Any]) -> None:
+    options = Options("m.gguf", **values)
+    assert {name: getattr(options, name) for name in values} == values
+
+
+def test_every_field_is_covered_by_these_tests() -> None:
+    refused = {name for name, _ in REFUSED_SAMPLING} | {name for name, _ in REFUSED_OPTIONS}
+    names = {field.name for kind in (Options, Sampling) for field in fields(kind)}
+    assert names == refused == set(FLAGS)
+
+
+def test_a_refusal_lists_the_values_that_exist() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Options("m.gguf", device="tpu")
+    assert caught.value.hint == "give --device one of: auto, reference"
+    with pytest.raises(ConfigError) as caught:
+        Options("m.gguf", cache_type_k="q4")
+    assert caught.value.hint == "give --cache-type-k one of: f32, f16, int8"
+
+
+def test_a_changed_copy_is_checked_and_the_original_cannot_change() -> None:
+    sampling = Sampling()
+    with pytest.raises(ConfigError, match="--top-p 2"):
+        replace(sampling, top_p=2)
+    with pytest.raises(FrozenInstanceError):
+        sampling.top_p = 0.5  # type: ignore[misc]

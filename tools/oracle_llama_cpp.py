@@ -1,0 +1,179 @@
+"""Measure how far llama.cpp is from the float32 forward: the yardstick for faster backends.
+
+Run it from the root of the project, in an environment that also has llama-cpp-python, which is no
+dependency of the project.
+
+Usage:
+  oracle_llama_cpp.py MODEL --name=NAME --text=FILE [--tokens=N]
+  oracle_llama_cpp.py --random [--tokens=N]
+  oracle_llama_cpp.py --help
+
+Options:
+  --name=NAME   the figures go to bench/results/kl_llama_cpp_NAME.json
+  --text=FILE   evaluate the first tokens of a text, by the model's own tokenizer
+  --tokens=N    how many [default: 1000]
+  --random      evaluate random tokens on the random models of tools/oracle_models.py
+
+llama.cpp runs with its defaults (float16 K/V), once reading all tokens as a prompt in batches of
+512 and once one by one. KL is in nats, between the distributions of the next token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from docopt import docopt
+from oracle_models import RANDOM_MODELS, float32_logits, random_ids, text_ids
+
+from strata_nb.gguf import GGUFFile
+from strata_nb.kernels.reference import Floats
+
+RESULTS = Path("bench/results")
+PROMPT_BATCH = 512
+
+
+def main() -> None:
+    """Evaluate the float32 forward and both paths of llama.cpp, store and print the distances."""
+    arguments = docopt(str(__doc__))
+    count = int(arguments["--tokens"])
+    if not arguments["--random"]:
+        path, text = Path(arguments["MODEL"]), Path(arguments["--text"])
+        with GGUFFile.open(path) as file:
+            ids = text_ids(file, text, count)
+            rows = measure(file, ids)
+        options = f"{path.name} --name={arguments['--name']} --text={text.name} --tokens={count}"
+        store(arguments["--name"], path.name, text.name, options, len(ids), rows)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        for name, make in RANDOM_MODELS.items():
+            path = Path(directory) / f"{name}.gguf"
+            make(path)
+            with GGUFFile.open(path) as file:
+                rows = measure(file, random_ids(file, count))
+            store(
+                f"random_{name}", path.name, "random ids", f"--random --tokens={count}", count, rows
+            )
+
+
+Rows = dict[str, dict[str, float]]
+
+
+def measure(file: GGUFFile, ids: npt.NDArray[np.int64]) -> Rows:
+    """Return the distances between the float32 forward and both paths of llama.cpp."""
+    judge = float32_logits(file, ids)
+    prompt = llama_cpp_logits(file.path, ids, PROMPT_BATCH)
+    decode = llama_cpp_logits(file.path, ids, 1)
+    return {
+        "float32, llama.cpp prompt": distance(judge, prompt),
+        "float32, llama.cpp decode": distance(judge, decode),
+        "llama.cpp decode, llama.cpp prompt": distance(decode, prompt),
+    }
+
+
+def store(name: str, model: str, source: str, options: str, tokens: int, rows: Rows) -> None:
+    """Write the figures with all that they depend on, and print them as a table."""
+    result = {
+        "what": "KL(first || second) in nats over the distributions after each token",
+        "model": model,
+        "tokens": tokens,
+        "source": source,
+        "rows": rows,
+        "command": f"python tools/oracle_llama_cpp.py {options}",
+        "commit": git("rev-parse", "HEAD"),
+        "clean_tree": git("status", "--porcelain") == "",
+        "machine": machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "llama_cpp_python": llama_cpp.__version__,
+        },
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+    out = RESULTS / f"kl_llama_cpp_{name}.json"
+    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(markdown(model, source, tokens, rows), end="\n\n", flush=True)
+
+
+def llama_cpp_logits(path: Path, ids: npt.NDArray[np.int64], batch: int) -> Floats:
+    """Return the logits (tokens, vocab) of llama.cpp, reading `batch` tokens at a time."""
+    model = llama_cpp.Llama(
+        str(path), n_ctx=len(ids), n_batch=PROMPT_BATCH, logits_all=True, verbose=False
+    )
+    for at in range(0, len(ids), batch):
+        model.eval(ids[at : at + batch].tolist())
+    logits: Floats = np.array(model.scores[: len(ids)], np.float32)
+    model.close()
+    return logits
+
+
+def distance(first: Floats, second: Floats) -> dict[str, float]:
+    """Compare two arrays of logits (tokens, vocab) row by row, in float64."""
+    p, q = log_softmax(first), log_softmax(second)
+    divergence = np.sum(np.exp(p) * (p - q), axis=-1)
+    agree = np.argmax(first, axis=-1) == np.argmax(second, axis=-1)
+    best_two = np.partition(first, -2, axis=-1)[:, -2:]
+    margins = np.ptp(best_two, axis=-1)[~agree]
+    return {
+        "kl_mean": float(divergence.mean()),
+        "kl_standard_error": float(divergence.std(ddof=1) / len(divergence) ** 0.5),
+        "kl_median": float(np.median(divergence)),
+        "kl_99_percent": float(np.quantile(divergence, 0.99)),
+        "kl_max": float(divergence.max()),
+        "best_token_agreement": float(agree.mean()),
+        "largest_margin_where_they_differ": float(margins.max(initial=0.0)),
+        "largest_logit_difference": float(np.abs(first - second).max()),
+    }
+
+
+def log_softmax(logits: Floats) -> npt.NDArray[np.float64]:
+    """Return log-probabilities in float64."""
+    x = logits.astype(np.float64)
+    x -= x.max(axis=-1, keepdims=True)
+    x -= np.log(np.exp(x).sum(axis=-1, keepdims=True))
+    return x
+
+
+def markdown(model: str, source: str, tokens: int, rows: Rows) -> str:
+    """Return the figures as a table."""
+    lines = [
+        f"{model}, {tokens} tokens, {source}:",
+        "",
+        "| KL of | mean | standard error | median | 99% | best token agrees | margin where not |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {row['kl_mean']:.5f} | {row['kl_standard_error']:.5f} | "
+        f"{row['kl_median']:.5f} | {row['kl_99_percent']:.5f} | "
+        f"{row['best_token_agreement']:.1%} | {row['largest_margin_where_they_differ']:.3f} |"
+        for name, row in rows.items()
+    ]
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """Return the processor's name and the number of CPUs this process may use."""
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} CPUs"
+
+
+def git(*words: str) -> str:
+    """Return what a git command prints."""
+    done = subprocess.run(["git", *words], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
