@@ -84,6 +84,10 @@ class ChatTokenizer(Protocol):
     def control_texts(self) -> Sequence[str]:
         """The texts of all control tokens."""
 
+    @property
+    def user_defined_texts(self) -> Sequence[str]:
+        """The texts of all tokens that are parsed in every text."""
+
     def text(self, token: int) -> str:
         """Return the text of a token."""
 
@@ -239,9 +243,14 @@ def encode_chat(
 ) -> tuple[list[int], list[str]]:
     """Return the ids of a conversation and the warnings, one line each.
 
-    Raises TemplateError as `ChatTemplate.render` does.
+    A file may type `<think>` and the like as user-defined, which are tokens in every text. Those
+    that the template itself writes steer the model as control tokens do, and are kept from messages
+    too. Raises TemplateError as `ChatTemplate.render` does.
     """
-    (messages, tools), mark = protect((messages, tools), tokenizer.control_texts)
+    steering = [
+        text for text in tokenizer.user_defined_texts if text.strip() and text in template.source
+    ]
+    (messages, tools), mark = protect((messages, tools), [*tokenizer.control_texts, *steering])
     text = template.render(
         messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
     )

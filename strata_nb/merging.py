@@ -53,17 +53,15 @@ def byte_level(vocabulary: Vocabulary, warnings: list[str]) -> Encode:
     if lost:
         warnings.append(f"{len(lost)} bytes that texts are made of have no token and will be lost")
     lefts, rights = _parts(vocabulary.merges, warnings)
-    results = list(map(add, lefts, rights))
-    no_tokens = set(results).difference(tokens)
-    others = {text for text in no_tokens if set(text) <= _SYMBOLS}
-    first = len(vocabulary.texts)
-    stand_ins: dict[int, tuple[int, ...]] = {}
+    merges = list(zip(lefts, rights, strict=True))
+    results = {text for text in map(add, lefts, rights) if text not in tokens}
+    others = {text for text in results.union(missing) if set(text) <= _SYMBOLS}
     known = dict(tokens)
-    for token, text in enumerate(sorted(others.union(missing)), first):
+    stand_ins: dict[int, tuple[int, ...]] = {}
+    for token, text in enumerate(sorted(others), len(vocabulary.texts)):
         known[text] = token
         stand_ins[token] = tuple(tokens[symbol] for symbol in text if symbol in tokens)
-    merges = list(zip(lefts, rights, strict=True))
-    useless = set(lefts).difference(known) | set(rights).difference(known) | (no_tokens - others)
+    useless = set(lefts).union(rights).difference(known) | (results - others)
     if useless:
         merges = [pair for pair in merges if useless.isdisjoint((*pair, "".join(pair)))]
     tokenizer = Tokenizer(models.BPE(known, merges, ignore_merges=vocabulary.words.whole_words))

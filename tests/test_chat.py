@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vocab_files import open_tokenizer, write_vocabulary
 
 from strata_nb.chat import (
     CHATML,
@@ -29,6 +31,7 @@ class FakeTokenizer:
 
     def __init__(self, *control_texts: str, add_bos: bool = False, bos: str | None = None) -> None:
         self.control_texts = list(control_texts)
+        self.user_defined_texts: list[str] = []
         self.add_bos = add_bos
         self.bos_id = None if bos is None else 1000 + self.control_texts.index(bos)
         self.eos_id = 1000 if control_texts else None
@@ -356,6 +359,18 @@ def test_a_conversation_has_the_templates_control_tokens_and_the_users_text() ->
         add_generation_prompt=False,
     )
     assert ids == [1000, *map(ord, "user\n" + attack), 1001, ord("\n")]
+
+
+def test_a_tag_that_the_template_writes_is_text_in_a_message_even_if_every_text_parses_it(
+    tmp_path: Path,
+) -> None:
+    texts = ["<", ">", "t", "h", "i", "n", "k", "<think>", "  ", "<img>"]
+    path = write_vocabulary(tmp_path / "v.gguf", texts, pre="default", kinds=[1] * 7 + [4] * 3)
+    tokenizer = open_tokenizer(path)
+    assert tokenizer.encode("<think><img>") == [7, 9]
+    template = ChatTemplate("{{ messages[0].content }}<think>{# two  spaces #}")
+    ids, _ = encode_chat(tokenizer, template, [{"role": "user", "content": "<think><img>"}])
+    assert ids == [0, 2, 3, 4, 5, 6, 1, 9, 7]
 
 
 def test_long_text_made_of_beginnings_is_marked_at_its_end_only() -> None:

@@ -212,12 +212,12 @@ def encode_seconds(tokenizer: Tokenizer, text: str) -> float:
 
 
 def check_growth(tokenizer: Tokenizer) -> None:
-    """Twice the text takes at most three times the time, whatever ends a run of spaces."""
+    """Eight times the text takes 8 times the time, not 64, whatever ends a run of spaces."""
     for what, unit in LONG_TEXTS.items():
         for end in ("", "x", "7") if unit.isspace() else ("",):
-            text = unit * (12_000 // len(unit))
-            once, twice = (encode_seconds(tokenizer, text * n + end) for n in (1, 2))
-            assert twice <= 3 * once + 0.002, f"{what}: {once:.4f} s, then {twice:.4f} s"
+            text = unit * (5_000 // len(unit))
+            short, long = (encode_seconds(tokenizer, text * n + end) for n in (1, 8))
+            assert long <= 24 * short + 0.002, f"{what}: {short:.4f} s, then {long:.4f} s"
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "llama-spm", "qwen35"])

@@ -20,12 +20,7 @@ llama.cpp runs with its defaults (float16 K/V), once reading all tokens as a pro
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 import llama_cpp
@@ -33,11 +28,12 @@ import numpy as np
 import numpy.typing as npt
 from docopt import docopt
 from oracle_models import RANDOM_MODELS, float32_logits, random_ids, text_ids
+from results import write_result
 
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats
+from strata_nb.perplexity import kl_divergence
 
-RESULTS = Path("bench/results")
 PROMPT_BATCH = 512
 
 
@@ -81,25 +77,13 @@ def measure(file: GGUFFile, ids: npt.NDArray[np.int64]) -> Rows:
 
 def store(name: str, model: str, source: str, options: str, tokens: int, rows: Rows) -> None:
     """Write the figures with all that they depend on, and print them as a table."""
-    result = {
-        "what": "KL(first || second) in nats over the distributions after each token",
-        "model": model,
-        "tokens": tokens,
-        "source": source,
-        "rows": rows,
-        "command": f"python tools/oracle_llama_cpp.py {options}",
-        "commit": git("rev-parse", "HEAD"),
-        "clean_tree": git("status", "--porcelain") == "",
-        "machine": machine(),
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "llama_cpp_python": llama_cpp.__version__,
-        },
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
-    out = RESULTS / f"kl_llama_cpp_{name}.json"
-    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(
+        f"kl_llama_cpp_{name}",
+        "KL(first || second) in nats over the distributions after each token",
+        f"python tools/oracle_llama_cpp.py {options}",
+        {"model": model, "tokens": tokens, "source": source, "rows": rows},
+        ("numpy", "llama_cpp_python"),
+    )
     print(markdown(model, source, tokens, rows), end="\n\n", flush=True)
 
 
@@ -117,8 +101,7 @@ def llama_cpp_logits(path: Path, ids: npt.NDArray[np.int64], batch: int) -> Floa
 
 def distance(first: Floats, second: Floats) -> dict[str, float]:
     """Compare two arrays of logits (tokens, vocab) row by row, in float64."""
-    p, q = log_softmax(first), log_softmax(second)
-    divergence = np.sum(np.exp(p) * (p - q), axis=-1)
+    divergence = kl_divergence(first, second)
     agree = np.argmax(first, axis=-1) == np.argmax(second, axis=-1)
     best_two = np.partition(first, -2, axis=-1)[:, -2:]
     margins = np.ptp(best_two, axis=-1)[~agree]
@@ -132,14 +115,6 @@ def distance(first: Floats, second: Floats) -> dict[str, float]:
         "largest_margin_where_they_differ": float(margins.max(initial=0.0)),
         "largest_logit_difference": float(np.abs(first - second).max()),
     }
-
-
-def log_softmax(logits: Floats) -> npt.NDArray[np.float64]:
-    """Return log-probabilities in float64."""
-    x = logits.astype(np.float64)
-    x -= x.max(axis=-1, keepdims=True)
-    x -= np.log(np.exp(x).sum(axis=-1, keepdims=True))
-    return x
 
 
 def markdown(model: str, source: str, tokens: int, rows: Rows) -> str:
@@ -157,22 +132,6 @@ def markdown(model: str, source: str, tokens: int, rows: Rows) -> str:
         for name, row in rows.items()
     ]
     return "\n".join(lines)
-
-
-def machine() -> str:
-    """Return the processor's name and the number of CPUs this process may use."""
-    names = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} CPUs"
-
-
-def git(*words: str) -> str:
-    """Return what a git command prints."""
-    done = subprocess.run(["git", *words], check=True, capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

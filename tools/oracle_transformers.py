@@ -15,8 +15,9 @@ Options:
   --tokens=N    how many [default: 500]
   --random      evaluate random tokens on the random models of tools/oracle_models.py
 
-A file holds: weights, a digest of the tensors; ids; norms (tokens,), the length of each row of
-logits; positions, a few of them, with best_ids and best_logits (positions, 16) there.
+The differences go to bench/results/transformers_NAME.json. A file of the oracle holds: weights, a
+digest of the tensors; ids; norms (tokens,), the length of each row of logits; positions, a few of
+them, with best_ids and best_logits (positions, 16) there.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from oracle_models import (
     text_ids,
     weights_digest,
 )
+from results import write_result
 
 from strata_nb import models
 from strata_nb.formats import dequantise
@@ -57,26 +59,38 @@ def main() -> None:
     if not arguments["--random"]:
         with GGUFFile.open(arguments["MODEL"]) as file:
             ids = text_ids(file, arguments["--text"], int(arguments["--tokens"]))
-            compare(arguments["--name"], file, ids)
+            text = Path(arguments["--text"]).name
+            options = f"{file.path.name} --name={arguments['--name']} --text={text}"
+            compare(arguments["--name"], file, ids, f"{options} --tokens={len(ids)}")
         return
     with tempfile.TemporaryDirectory() as directory:
         for name, make in RANDOM_MODELS.items():
             path = Path(directory) / f"{name}.gguf"
             make(path)
             with GGUFFile.open(path) as file:
-                compare(name, file, random_ids(file, RANDOM_TOKENS))
+                compare(name, file, random_ids(file, RANDOM_TOKENS), "--random")
 
 
-def compare(name: str, file: GGUFFile, ids: npt.NDArray[np.int64]) -> None:
+def compare(name: str, file: GGUFFile, ids: npt.NDArray[np.int64], options: str) -> None:
     """Evaluate one model both ways, store and print."""
     theirs = transformers_logits(file, models.describe(file), ids)
     ours = float32_logits(file, ids)
     store(ORACLE_DIRECTORY / f"{name}.npz", weights_digest(file), ids, theirs)
     difference = np.abs(ours - theirs)
-    print(
-        f"{name}: {len(ids)} tokens: largest difference {difference.max():.2e}, relative to the "
-        f"largest logit {difference.max() / np.abs(theirs).max():.2e}, mean {difference.mean():.2e}"
+    figures = {
+        "tokens": len(ids),
+        "largest_difference": float(difference.max()),
+        "mean_difference": float(difference.mean()),
+        "largest_logit": float(np.abs(theirs).max()),
+    }
+    write_result(
+        f"transformers_{name}",
+        "differences of the float32 forward's logits from those of transformers",
+        f"python tools/oracle_transformers.py {options}",
+        figures,
+        ("numpy", "torch", "transformers"),
     )
+    print(f"{name}: {figures}")
 
 
 def transformers_logits(file: GGUFFile, model: Description, ids: npt.NDArray[np.int64]) -> Floats:

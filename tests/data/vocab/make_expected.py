@@ -1,6 +1,8 @@
 """Write expected.json.xz: random texts, and the ids that llama.cpp gives them.
 
-python tests/data/vocab/make_expected.py     (needs llama-cpp-python; 0.3.36 was used)
+    PYTHONPATH=. python tests/data/vocab/make_expected.py
+
+It needs the extra `dev` and llama-cpp-python, of which 0.3.36 was used. The keys of the file:
 
 texts           the random texts
 plain           vocabulary -> ids of each text
