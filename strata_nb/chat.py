@@ -24,7 +24,7 @@ import jinja2
 from jinja2.exceptions import UndefinedError
 
 from strata_nb.errors import ConfigError, TemplateError
-from strata_nb.template_sandbox import Refusal, TemplateEnvironment
+from strata_nb.text.template_sandbox import Refusal, TemplateEnvironment
 
 MAX_TEMPLATE = 1 << 20  # characters; the longest template known has 17,000
 MAX_RENDERED = 1 << 26  # characters, some 16 million tokens

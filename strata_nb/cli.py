@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import strata_nb
-from strata_nb.arguments import Arguments, parse
+from strata_nb.commands.arguments import Arguments, parse
 from strata_nb.errors import ConfigError, StrataError
 
 MAIN_USAGE = """\

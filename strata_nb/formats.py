@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from strata_nb import decoders
-from strata_nb.decoders import Bytes, Decoder, Float32
+from strata_nb.quants import decoders
+from strata_nb.quants.decoders import Bytes, Decoder, Float32
 
 # Values decoded at a time: bounds the temporaries, and keeps them in a core's cache.
 PIECE_VALUES = 2**17

@@ -25,9 +25,9 @@ import numpy as np
 
 from strata_nb.errors import ConfigError
 from strata_nb.gguf import GGUFFile
-from strata_nb.merging import byte_level, bytes_of_symbols
-from strata_nb.sentencepiece import SPACE, sentencepiece
-from strata_nb.vocabulary import TokenKind, Vocabulary, read_vocabulary
+from strata_nb.text.merging import byte_level, bytes_of_symbols
+from strata_nb.text.sentencepiece import SPACE, sentencepiece
+from strata_nb.text.vocabulary import TokenKind, Vocabulary, read_vocabulary
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ASCII_SPACE = " \t\n\v\f\r"

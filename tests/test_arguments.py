@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from strata_nb.arguments import Arguments, options_from, options_of, parse, sampling_from, text_from
 from strata_nb.cli import USAGE
+from strata_nb.commands.arguments import (
+    Arguments,
+    options_from,
+    options_of,
+    parse,
+    sampling_from,
+    text_from,
+)
 from strata_nb.errors import ConfigError
 from strata_nb.options import Options, Sampling
 

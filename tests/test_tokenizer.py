@@ -23,11 +23,11 @@ from vocab_files import (
     write_vocabulary,
 )
 
-from strata_nb import pretokenizers
 from strata_nb.errors import ConfigError, FileFormatError
-from strata_nb.merging import MAX_RUN
+from strata_nb.text import pretokenizers
+from strata_nb.text.merging import MAX_RUN
+from strata_nb.text.vocabulary import TokenKind
 from strata_nb.tokenizer import Tokenizer
-from strata_nb.vocabulary import TokenKind
 
 MARK = "\ufdd0"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = (

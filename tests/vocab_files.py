@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from strata_nb.gguf import GGUFFile
-from strata_nb.pretokenizers import PreTokenizer
+from strata_nb.text.pretokenizers import PreTokenizer
+from strata_nb.text.vocabulary import TokenKind, Vocabulary
 from strata_nb.tokenizer import Tokenizer
-from strata_nb.vocabulary import TokenKind, Vocabulary
 
 DATA = Path(__file__).parent / "data" / "vocab"
 BPE_VOCABULARIES = ("gpt-2", "llama-bpe", "qwen2", "qwen35")
@@ -70,7 +70,7 @@ def vocab_files_fixture(
 
 @cache
 def expected() -> dict[str, Any]:
-    """Return what make_expected.py wrote."""
+    """Return what tools/oracle_vocabularies.py wrote."""
     content: dict[str, Any] = json.loads(lzma.decompress((DATA / "expected.json.xz").read_bytes()))
     return content
 
@@ -105,7 +105,7 @@ def write_vocabulary(
     writer.add_tokenizer_model(model)
     if pre is not None:
         writer.add_tokenizer_pre(pre)
-    writer.add_token_list(list(tokens))
+    writer.add_token_list([t if isinstance(t, bytes) else t.encode() for t in tokens])
     if merges:
         writer.add_token_merges(list(merges))
     elif merges is not None:  # the writer leaves empty arrays out

@@ -17,7 +17,7 @@ from docopt import docopt
 
 from strata_nb.chat import ChatTemplate, Message
 from strata_nb.errors import TemplateError
-from strata_nb.template_sandbox import Refusal
+from strata_nb.text.template_sandbox import Refusal
 
 CONVERSATION: list[Message] = [
     {"role": "system", "content": "Answer in one word."},

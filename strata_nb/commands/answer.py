@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from strata_nb.arguments import Arguments, options_from, read_text_file
 from strata_nb.chat import ChatTemplate, choose_template
+from strata_nb.commands.arguments import Arguments, options_from, read_text_file
+from strata_nb.commands.terminal import note, progress_bar, warn
 from strata_nb.engine import Engine, Generation, Session
 from strata_nb.errors import ConfigError
-from strata_nb.terminal import note, progress_bar, warn
 
 STATS_SCHEMA = 1
 LONG_PROMPT = 256  # tokens from which reading a prompt shows a bar

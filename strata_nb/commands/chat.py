@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 
-from strata_nb.arguments import Arguments, sampling_from
 from strata_nb.chat import encode_chat
 from strata_nb.commands.answer import (
     Figures,
@@ -20,9 +19,10 @@ from strata_nb.commands.answer import (
     write_answer,
     write_stats,
 )
+from strata_nb.commands.arguments import Arguments, sampling_from
+from strata_nb.commands.terminal import note, warn
 from strata_nb.engine import Session
 from strata_nb.errors import ConfigError, StrataError
-from strata_nb.terminal import note, warn
 
 PROMPT = "> "
 

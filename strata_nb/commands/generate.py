@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from strata_nb.arguments import Arguments, sampling_from, text_from
 from strata_nb.chat import encode_chat
 from strata_nb.commands.answer import (
     Figures,
@@ -14,9 +13,10 @@ from strata_nb.commands.answer import (
     write_answer,
     write_stats,
 )
+from strata_nb.commands.arguments import Arguments, sampling_from, text_from
+from strata_nb.commands.terminal import note, warn
 from strata_nb.engine import Engine
 from strata_nb.errors import ConfigError
-from strata_nb.terminal import note, warn
 
 DEFAULT_MAX_TOKENS = 256
 

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from strata_nb import cpu, models
-from strata_nb.arguments import Arguments, options_from
+from strata_nb.commands.arguments import Arguments, options_from
 from strata_nb.errors import ConfigError
 from strata_nb.gguf import GGUFFile
 from strata_nb.models import Description

@@ -8,12 +8,12 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
-from strata_nb.arguments import Arguments, options_from, read_text_file
 from strata_nb.commands.answer import STATS_SCHEMA, check_writable, replace_file
+from strata_nb.commands.arguments import Arguments, options_from, read_text_file
+from strata_nb.commands.terminal import note, progress_bar, warn
 from strata_nb.engine import Engine
 from strata_nb.errors import ConfigError
 from strata_nb.perplexity import LogitsReader, LogitsWriter, Score, chunks, scored_rows
-from strata_nb.terminal import note, progress_bar, warn
 
 DEFAULT_CHUNK = 512  # tokens
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from strata_nb.arguments import Arguments, options_from, text_from
+from strata_nb.commands.arguments import Arguments, options_from, text_from
+from strata_nb.commands.terminal import warn
 from strata_nb.errors import ConfigError
 from strata_nb.gguf import GGUFFile
-from strata_nb.terminal import warn
 from strata_nb.tokenizer import Tokenizer
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from strata_nb.errors import ConfigError
-from strata_nb.vocabulary import TokenKind, Vocabulary
+from strata_nb.text.vocabulary import TokenKind, Vocabulary
 
 Encode = Callable[[str], list[int]]  # of a text without special tokens
 

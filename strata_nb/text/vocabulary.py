@@ -17,10 +17,10 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_nb import pretokenizers
 from strata_nb.gguf import GGUFFile
 from strata_nb.metadata import Metadata
-from strata_nb.pretokenizers import PreTokenizer
+from strata_nb.text import pretokenizers
+from strata_nb.text.pretokenizers import PreTokenizer
 
 MODELS = {"gpt2": "byte-level BPE", "llama": "SPM"}
 NO_TOKEN = (2**32 - 1, 2**64 - 1)  # how some converters write the id -1

@@ -19,8 +19,8 @@ from itertools import chain
 
 from tokenizers import Tokenizer, models
 
-from strata_nb.merging import Encode, plain_tokens, replace_stand_ins
-from strata_nb.vocabulary import Vocabulary
+from strata_nb.text.merging import Encode, plain_tokens, replace_stand_ins
+from strata_nb.text.vocabulary import Vocabulary
 
 SPACE = "▁"  # stands for a space in all texts of the vocabulary
 _BYTE_TEXTS = frozenset(f"<0x{byte:02X}>" for byte in range(256))

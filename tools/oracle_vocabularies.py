@@ -1,6 +1,6 @@
-"""Write expected.json.xz: random texts, and the ids that llama.cpp gives them.
+"""Write tests/data/vocab/expected.json.xz: random texts, and the ids that llama.cpp gives them.
 
-    PYTHONPATH=. python tests/data/vocab/make_expected.py
+    PYTHONPATH=.:tests python tools/oracle_vocabularies.py
 
 It needs the extra `dev` and llama-cpp-python, of which 0.3.36 was used. The keys of the file:
 
@@ -16,15 +16,13 @@ from __future__ import annotations
 import json
 import lzma
 import random
-import sys
 import tempfile
 from pathlib import Path
 
 import llama_cpp
+from vocab_files import PRE_TOKENIZERS, VOCABULARIES, VocabFiles
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent.parent))
-from vocab_files import PRE_TOKENIZERS, VOCABULARIES, VocabFiles  # noqa: E402
+OUT = Path(__file__).parents[1] / "tests" / "data" / "vocab"
 
 ALPHABETS = (
     "abcdefghijklmnopqrstuvwxyz",
@@ -103,7 +101,7 @@ def main() -> None:
                 model.tokenize(text.encode(), False, False) for text in texts[:75]
             ]
     content = json.dumps({"texts": texts, **expected}, separators=(",", ":")).encode()
-    (HERE / "expected.json.xz").write_bytes(lzma.compress(content, preset=9))
+    (OUT / "expected.json.xz").write_bytes(lzma.compress(content, preset=9))
 
 
 if __name__ == "__main__":

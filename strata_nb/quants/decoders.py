@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_nb import iq_grids
+from strata_nb.quants import iq_grids
 
 Blocks = NDArray[np.void]  # (blocks,) records
 Bytes = NDArray[np.uint8]

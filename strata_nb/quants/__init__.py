@@ -1,0 +1,1 @@
+"""How each quantised type is decoded; `formats.py` is the way in."""
