@@ -26,13 +26,14 @@ def _end_at_the_second_interrupt(pipe: int) -> None:
 def main() -> None:
     """Run `python -m strata_nb`; the process ends here with its exit status."""
     try:
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Thread(
-            target=_end_at_the_second_interrupt, args=(reading,), daemon=True, name="interrupts"
-        ).start()
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as for a job in the background
+            reading, writing = os.pipe()
+            os.set_blocking(writing, False)
+            signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            threading.Thread(
+                target=_end_at_the_second_interrupt, args=(reading,), daemon=True, name="interrupts"
+            ).start()
         from strata_nb.cli import main as run
 
         status = run(sys.argv[1:])

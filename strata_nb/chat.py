@@ -26,7 +26,7 @@ from jinja2.exceptions import UndefinedError
 from strata_nb.errors import ConfigError, TemplateError
 from strata_nb.text.template_sandbox import Refusal, TemplateEnvironment
 
-MAX_TEMPLATE = 1 << 20  # characters; the longest template known has 17,000
+MAX_TEMPLATE = 1 << 17  # characters; the longest template known has 17,000
 MAX_RENDERED = 1 << 26  # characters, some 16 million tokens
 
 # Templates cut the reasoning out of earlier answers at these, so an answer keeps them whole.

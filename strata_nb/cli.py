@@ -13,6 +13,7 @@ Commands are imported when they run: `--help` loads neither numpy nor a model.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -82,6 +83,7 @@ Options:
 {_MODEL}
   -p TEXT, --prompt TEXT       the prompt (or as the first word that is no flag)
   -f FILE, --file FILE         read the prompt from FILE, - is stdin; one newline at the end is cut
+  --parse-special              read control tokens such as <|im_end|> in the prompt as tokens
   --system TEXT                answer the prompt as a chat with this system message
 {_TEMPLATE}
   -n N, --max-tokens N         tokens to write at most; -1: until the model ends (default 256)
@@ -179,15 +181,21 @@ def _dispatch(argv: Sequence[str]) -> int:
     if not argv:
         raise ConfigError("no command given", hint="one of: " + ", ".join(USAGE))
     command, *words = argv
-    if command in ("-h", "--help", "help"):
-        print(USAGE.get(words[0] if words else "", MAIN_USAGE), end="")
-        return 0
+    if command in ("-h", "--help", "--version") and words:
+        raise ConfigError(f"{command} {words[0]}: {command} stands alone", hint=f"write {command}")
     if command == "--version":
         print(f"strata_nb {strata_nb.__version__}")
         return 0
+    if command in ("-h", "--help") or argv == ["help"]:
+        print(MAIN_USAGE, end="")
+        return 0
+    if command == "help" and len(words) == 1 and words[0] in USAGE:
+        print(USAGE[words[0]], end="")
+        return 0
     if command not in USAGE:
+        asked = " ".join(argv) if command == "help" else command
         kind = "flag" if command.startswith("-") else "command"
-        raise ConfigError(f"{command}: unknown {kind}", hint="commands: " + ", ".join(USAGE))
+        raise ConfigError(f"{asked}: unknown {kind}", hint="commands: " + ", ".join(USAGE))
     arguments: Arguments = parse(command, USAGE[command], words)
     if arguments.flag("--help"):
         print(USAGE[command], end="")
@@ -220,8 +228,11 @@ def _report(error: BaseException) -> int:
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv` (without the program's name) and return the exit status."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+        if isinstance(stream, io.TextIOWrapper):  # a closed one is None
+            stream.reconfigure(encoding="utf-8", errors="replace")
     try:
+        if sys.stdout is None:
+            raise ConfigError("stdout is closed", hint="send it to a file or to /dev/null")
         status = _dispatch(argv)
         sys.stdout.flush()
     except BrokenPipeError:

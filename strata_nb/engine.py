@@ -4,9 +4,9 @@
     Session       a conversation: the tokens so far and their K/V
     Generation    the tokens that a session writes, one after the other
 
-An engine owns the file and its weights, a session owns its K/V; closing an engine ends its
-sessions. Only the reference device exists so far: the float32 forward of `models`, which stays as
-the judge of everything faster.
+An engine owns the file and its weights, a session owns its K/V; closing an engine frees the
+weights and ends its sessions. Only the reference device exists so far: the float32 forward of
+`models`, which stays as the judge of everything faster.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 from strata_nb import cpu, models
-from strata_nb.errors import ConfigError
+from strata_nb.errors import ConfigError, StrataError
 from strata_nb.gguf import GGUFFile
 from strata_nb.options import DEFAULT_CONTEXT_LIMIT, DEFAULT_PREFILL_ROWS, Options, Sampling
 from strata_nb.sampling import RepeatGuard, StopStrings, sample, uniform
 from strata_nb.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from strata_nb.models import Description, Progress
+    from strata_nb.models import Description, Progress, ReferenceModel, ReferenceState
 
 Finish = Literal["end", "length", "stop", "repeat", "context"]
 
@@ -68,11 +68,14 @@ class Generation(Iterator[Token]):
         stop: Sequence[str],
         ignore_eos: bool,
     ) -> None:
-        if max_tokens is not None and max_tokens < 0:
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 0):
             raise ConfigError(
                 f"max_tokens {max_tokens}: not usable", hint="0 or more, None: until the model ends"
             )
-        self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        if isinstance(stop, str):
+            raise ConfigError(f"stop {stop!r}: not a list of texts", hint=f"give [{stop!r}]")
+        # 32 bits: readers of JSON round whole numbers from 2^53 on.
+        self.seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         self.finish: Finish | None = None
         self.generated = 0
         self.first_token_s = 0.0
@@ -80,6 +83,7 @@ class Generation(Iterator[Token]):
         self._session = session
         self._sampling = replace(sampling, seed=self.seed)
         self._left = max_tokens
+        self._position = session.position
         self._stream = session.tokenizer.stream()
         self._stops = StopStrings(stop)
         self._ends = session.tokenizer.end_ids
@@ -88,15 +92,24 @@ class Generation(Iterator[Token]):
         self._started = time.perf_counter()
 
     def __next__(self) -> Token:
-        if self._left == 0 and self.finish is None:
-            self.finish = "length"
+        session = self._session
+        if self.finish is None:
+            if self._left == 0:
+                self.finish = "length"
+            elif session.position > session.ctx_size:
+                self.finish = "context"
         if self.finish is not None:
             raise StopIteration
-        session = self._session
+        if session.position != self._position:
+            raise StrataError(
+                f"the session went on to position {session.position} without this generation, "
+                f"which stands at {self._position}",
+                hint="start a new one: session.generate()",
+            )
         logits = session.next_logits()
         random = uniform(self.seed, 0, session.position)
-        token = sample(logits, session.ids, self._sampling, random, self._banned)
-        session.append(token)
+        token = sample(logits, session._ids, self._sampling, random, self._banned)
+        session._append(token)
         self._count()
         if token in self._ends:
             self.finish = "end"
@@ -116,6 +129,7 @@ class Generation(Iterator[Token]):
     def _count(self) -> None:
         now = time.perf_counter()
         self.generated += 1
+        self._position += 1
         if self.generated == 1:
             self.first_token_s = now - self._started
         self.decode_s = now - self._started - self.first_token_s
@@ -135,16 +149,19 @@ class Session:
     """Keep one conversation: its token ids, and the K/V of those that the model has read.
 
     The latest tokens may not have been read yet: a token that was sampled is read when the next
-    one is asked for. `ids` holds all of them.
+    one is asked for. One generation at a time may go on; an older one is refused.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._state = engine.model.new_state(
-            engine.ctx_size, engine.cache_type_k, engine.cache_type_v
-        )
-        self._logits: npt.NDArray[np.float32] | None = None
-        self.ids: list[int] = []
+        self._state = engine._new_state()
+        self._logits: npt.NDArray[np.float32] | None = None  # after the last token read
+        self._ids: list[int] = []
+
+    @property
+    def ids(self) -> list[int]:
+        """A copy of all tokens so far, read or not."""
+        return list(self._ids)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -159,7 +176,7 @@ class Session:
     @property
     def position(self) -> int:
         """The number of tokens so far, which is the position of the next one."""
-        return len(self.ids)
+        return len(self._ids)
 
     def extend(self, ids: Sequence[int], progress: Progress | None = None) -> None:
         """Add `ids` and read everything that has not been read yet.
@@ -167,7 +184,8 @@ class Session:
         Raises ConfigError, and adds nothing, where the context is too small for them. `progress` is
         called with (tokens read, tokens to read).
         """
-        self._engine.check_ids(ids)
+        self._engine._opened()
+        self._engine.description.check_ids(ids)
         total = self.position + len(ids)
         if total > self.ctx_size:
             already = f" after {self.position} earlier tokens" if self.position else ""
@@ -176,21 +194,21 @@ class Session:
                 f"{self.ctx_size} cells",
                 hint=f"give --ctx-size {total} or more, or a shorter prompt",
             )
-        self.ids.extend(ids)
+        self._ids.extend(ids)
         self._read(progress)
-
-    def append(self, token: int) -> None:
-        """Add one sampled token; it is read when the next logits are asked for."""
-        self.ids.append(token)
 
     def next_logits(self) -> npt.NDArray[np.float32]:
         """Return the logits (vocab,) of the token that comes next; do not change them."""
-        self._read(None)
-        if self._logits is None:
+        if not self._ids:
             raise ConfigError(
                 "nothing to continue: the session holds no token",
                 hint="extend it with at least one token, such as the model's BOS",
             )
+        if self._logits is None:  # after a rewind or an interrupt: the last token is read again
+            self._state.rewind(min(self._state.length, self.position - 1))
+        self._read(None)
+        if self._logits is None:
+            raise AssertionError("reading at least one token gives logits")
         return self._logits
 
     def rewind(self, position: int) -> int:
@@ -201,10 +219,9 @@ class Session:
                 hint=f"a position from 0 to {self.position}",
             )
         if position < self.position:
-            del self.ids[position:]
-            # The logits after the last token kept are not stored: that token is read again.
-            self._state.rewind(min(self._state.length, max(position - 1, 0)))
             self._logits = None
+            del self._ids[position:]
+            self._state.rewind(min(self._state.length, position))
         return position
 
     def generate(
@@ -224,39 +241,48 @@ class Session:
             ignore_eos=ignore_eos,
         )
 
+    def _append(self, token: int) -> None:
+        """Add one sampled token; it is read when the next logits are asked for."""
+        self._ids.append(token)
+
     def _read(self, progress: Progress | None) -> None:
-        start = self._state.length
-        while self._state.length < len(self.ids):
+        """Read what has not been read, in prompt batches."""
+        start, end = self._state.length, self.position
+        while self._state.length < end:
             at = self._state.length
-            batch = self.ids[at : at + self._engine.prefill_rows]
-            self._logits = self._engine.model.forward(batch, self._state, want="last")[-1]
+            batch = self._ids[at : at + self._engine.prefill_rows]
+            # An interrupt may come between the cells that a forward adds and its logits.
+            self._logits = None
+            self._logits = self._engine._forward(batch, self._state, "last")[-1]
             if progress is not None:
-                progress(self._state.length - start, len(self.ids) - start)
+                progress(self._state.length - start, end - start)
 
 
 class Engine:
     """Hold an open model: `with Engine.open(Options(model="m.gguf")) as engine: ...`.
 
-    tokenizer, description, ctx_size (cells), device, load_s (seconds), warnings (one line each)
+    description      of the model; `tokenizer` is its own
+    chat_template    the text of the file's chat template, None where it has none
+    device, threads  where and with how many threads it computes
+    ctx_size         cells of a session's K/V; `prefill_rows` of a prompt batch
+    load_s           seconds that opening took
+    warnings         one line each, for the user
     """
 
     def __init__(
         self, options: Options, file: GGUFFile, progress: Progress | None, resources: ExitStack
     ) -> None:
         started = time.perf_counter()
-        self.options = options
         self.device = "reference"
         self.threads = options.threads or cpu.physical_cores()
-        resources.enter_context(threadpool_limits(self.threads, user_api="blas"))
-        self.cache_type_k = options.cache_type_k or "f32"
-        self.cache_type_v = options.cache_type_v or "f32"
+        self._cache_types = (options.cache_type_k or "f32", options.cache_type_v or "f32")
         self.prefill_rows = (
             options.prefill if isinstance(options.prefill, int) else DEFAULT_PREFILL_ROWS
         )
         self.description: Description = models.describe(file)
         self.tokenizer = Tokenizer.from_gguf(file)
         self.warnings = list(self.tokenizer.warnings)
-        self.chat_template_source = file.metadata.text("tokenizer.chat_template", None)
+        self.chat_template = file.metadata.text("tokenizer.chat_template", None)
         trained = self.description.context
         self.ctx_size = options.ctx_size or min(trained, DEFAULT_CONTEXT_LIMIT)
         self.description.check_context(self.ctx_size)
@@ -265,7 +291,10 @@ class Engine:
                 f"a context of {self.ctx_size} cells is more than the {trained} tokens this model "
                 "was trained for: expect weaker text beyond them"
             )
-        self.model = models.open_reference(file, progress=progress)
+        model = models.open_reference(file, self.description, progress=progress)
+        self.warnings += model.warnings
+        self._model: ReferenceModel | None = model
+        self._blas = ThreadpoolController()
         self._resources = resources.pop_all()
         self.load_s = time.perf_counter() - started
 
@@ -294,19 +323,40 @@ class Engine:
         """Return a new conversation, with nothing in it."""
         return Session(self)
 
+    def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
+        """Return the ids of a text that is to be continued, at least one.
+
+        BOS comes first where the file asks for it. EOS never comes last, whatever the file asks
+        for: nothing follows an end. An empty text is the token that begins one. Raises ConfigError
+        where there is none.
+        """
+        tokenizer = self.tokenizer
+        ids = self.encode(text, add_special=True, parse_special=parse_special)
+        if tokenizer.add_eos and ids[-1:] == [tokenizer.eos_id]:
+            del ids[-1]
+        if ids:
+            return ids
+        first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        if first is None:
+            raise ConfigError(
+                "the prompt is empty, and the model has no token that begins a text",
+                hint="give a prompt of at least one character",
+            )
+        return [first]
+
     def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the logits (len(ids), vocab) after each of `ids` in a fresh context."""
-        self.check_ids(ids)
+        self.description.check_ids(ids)
         if len(ids) > self.ctx_size:
             raise ConfigError(
                 f"{len(ids)} tokens do not fit a context of {self.ctx_size} cells",
                 hint=f"open the engine with ctx_size={len(ids)} or more",
             )
-        state = self.model.new_state(self.ctx_size, self.cache_type_k, self.cache_type_v)
+        state = self._new_state()
         out = np.empty((len(ids), self.description.vocab_size), np.float32)
         for at in range(0, len(ids), self.prefill_rows):
             batch = ids[at : at + self.prefill_rows]
-            out[at : at + len(batch)] = self.model.forward(batch, state, want="all")
+            out[at : at + len(batch)] = self._forward(batch, state, "all")
         return out
 
     def generate(
@@ -325,19 +375,28 @@ class Engine:
             max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos
         )
 
-    def check_ids(self, ids: Sequence[int]) -> None:
-        """Raise ConfigError if one of `ids` is not a token of the vocabulary."""
-        for place, token in enumerate(ids):
-            if not 0 <= token < self.description.vocab_size:
-                raise ConfigError(
-                    f"token {token} at place {place} is not in the vocabulary of "
-                    f"{self.description.vocab_size} tokens",
-                    hint="encode the text with this model's own tokenizer",
-                )
-
     def close(self) -> None:
-        """Close the file and give the threads back; sessions of this engine end. Idempotent."""
+        """Free the weights and close the file; sessions of this engine end. Idempotent."""
+        self._model = None
         self._resources.close()
+
+    def _opened(self) -> ReferenceModel:
+        if self._model is None:
+            raise StrataError(
+                "the engine is closed", hint="use it and its sessions inside the with block"
+            )
+        return self._model
+
+    def _new_state(self) -> ReferenceState:
+        return self._opened().new_state(self.ctx_size, *self._cache_types)
+
+    def _forward(
+        self, ids: Sequence[int], state: ReferenceState, want: Literal["all", "last"]
+    ) -> npt.NDArray[np.float32]:
+        """Compute with this engine's number of threads, whatever another one uses."""
+        model = self._opened()
+        with self._blas.limit(limits=self.threads, user_api="blas"):
+            return model.forward(ids, state, want)
 
     def __enter__(self) -> Engine:
         return self

@@ -1,4 +1,4 @@
-"""Block layouts of the tensor types of GGUF, and dequantising in numpy.
+"""Block layouts of the tensor types of GGUF and dequantising in numpy; the types of a K/V cache.
 
 A tensor is a sequence of rows, a row a sequence of *blocks*; a block holds a fixed number of values
 in a fixed number of bytes. A block of Q4_K, for example, holds 256 values, eight groups of 32. Each
@@ -19,6 +19,7 @@ its size follows from its fields and cannot contradict them; kernels and tools t
 agree with it bit by bit.
 
 To add a type: its number in `TensorType`, its row in `_FORMATS`, its function in `decoders.py`.
+`CACHE_TYPES` is likewise the only place that knows how a K/V cache stores a head.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from strata_nb.errors import ConfigError
 from strata_nb.quants import decoders
 from strata_nb.quants.decoders import Bytes, Decoder, Float32
 
@@ -196,11 +198,6 @@ def tensor_bytes(kind: TensorType, shape: Sequence[int]) -> int:
     return math.prod(outer) * row_bytes(kind, row)
 
 
-def can_dequantise(kind: TensorType) -> bool:
-    """Say whether `dequantise` takes this type."""
-    return kind in DEQUANTISABLE
-
-
 def dequantise(kind: TensorType, raw: Bytes, out: Float32 | None = None) -> Float32:
     """Return the values of whole blocks as float32 (values,), in the order of the file.
 
@@ -233,3 +230,39 @@ def dequantise(kind: TensorType, raw: Bytes, out: Float32 | None = None) -> Floa
         for start in range(0, blocks.size, step):
             decode(blocks[start : start + step], rows[start : start + step])
     return out
+
+
+class CacheType(NamedTuple):
+    """Say how a K/V cache stores one head of a cell: values, and a scale for each group of them.
+
+    The last group is shorter where `group` does not divide the length of a head.
+    """
+
+    dtype: np.dtype[Any]  # of a value
+    scale_dtype: np.dtype[Any] | None = None  # None: the values are floats and need no scale
+    group: int = 1  # values that share a scale
+
+    def groups(self, length: int) -> int:
+        """Return the number of groups of a head of `length` values."""
+        return -(-length // self.group)
+
+    def head_bytes(self, length: int) -> int:
+        """Return the bytes of a head of `length` values, scales included."""
+        scale_bytes = 0 if self.scale_dtype is None else self.scale_dtype.itemsize
+        return length * self.dtype.itemsize + self.groups(length) * scale_bytes
+
+
+CACHE_TYPES = {
+    "f32": CacheType(np.dtype(np.float32)),
+    "f16": CacheType(np.dtype(np.float16)),
+    "int8": CacheType(np.dtype(np.int8), np.dtype(np.float16), 64),
+}
+
+
+def cache_type(name: str) -> CacheType:
+    """Return the row of `CACHE_TYPES`; ConfigError for a name that is not there."""
+    if name not in CACHE_TYPES:
+        raise ConfigError(
+            f"a K/V cache of type {name}: not known", hint="one of: " + ", ".join(CACHE_TYPES)
+        )
+    return CACHE_TYPES[name]

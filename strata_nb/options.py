@@ -14,7 +14,6 @@ from pathlib import Path
 from strata_nb.errors import ConfigError
 
 DEVICES = ("reference",)
-CACHE_TYPES = ("f32", "f16", "int8")
 DEFAULT_CONTEXT_LIMIT = 8192  # cells, where neither the user nor the model asks for less
 DEFAULT_PREFILL_ROWS = 512  # rows of a prompt batch under `--prefill auto`
 MAX_SEED = 2**64 - 1
@@ -34,6 +33,13 @@ def _check_real(flag: str, value: object, low: float, high: float, wanted: str) 
         raise _refuse(flag, value, wanted)  # a NaN is in no range
 
 
+def _check_cache_type(flag: str, value: str | None) -> None:
+    from strata_nb.formats import CACHE_TYPES  # numpy comes with it, and `--help` must not wait
+
+    if value is not None and value not in CACHE_TYPES:
+        raise _refuse(flag, value, "one of: " + ", ".join(CACHE_TYPES))
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """Choose the model, the device and the sizes.
@@ -43,8 +49,8 @@ class Options:
     ctx_size        cells of the K/V cache; None: the model's context, at most 8,192
     threads         compute threads; None: physical cores within affinity and quota
     prefill         rows of a prompt batch, or "auto"
-    cache_type_k/v  how keys and values are stored: "f32", "f16", "int8" (a scale per 64 values);
-                    None: the device's own choice (reference: f32)
+    cache_type_k/v  how keys and values are stored, a name of `formats.CACHE_TYPES`: "f32", "f16",
+                    "int8" (a scale per 64 values); None: the device's own choice (reference: f32)
     """
 
     model: str | os.PathLike[str]
@@ -69,12 +75,8 @@ class Options:
             _check_integer("--threads", self.threads, 1, 1024, "a number from 1 to 1024")
         if self.prefill != "auto":
             _check_integer("--prefill", self.prefill, 1, 65536, "a number of rows, or auto")
-        for flag, value in (
-            ("--cache-type-k", self.cache_type_k),
-            ("--cache-type-v", self.cache_type_v),
-        ):
-            if value is not None and value not in CACHE_TYPES:
-                raise _refuse(flag, value, "one of: " + ", ".join(CACHE_TYPES))
+        _check_cache_type("--cache-type-k", self.cache_type_k)
+        _check_cache_type("--cache-type-v", self.cache_type_v)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,35 +1,35 @@
 """How well a model predicts a text, and how far two runs on the same text are apart.
 
 The text is cut into chunks of a fixed number of tokens; each is read in a fresh context and the
-second half of it is scored, so that every scored token has at least half a chunk before it (the
-convention of llama.cpp's tool of the same name). With p the distribution of a base run and q that
-of this run at the same place: KL(p || q) = sum p (log p - log q), in nats.
+second half of it is scored, so that every scored token has about half a chunk before it. Which
+tokens are scored is the convention of llama.cpp's tools/perplexity: of a chunk of n tokens, the
+predictions of tokens n // 2 + 1 to n - 1. Unlike there, a text shorter than two chunks is read all
+the same, and one shorter than a chunk is a chunk of its own length.
 
-A logits file is a zip archive of .npy members: `ids.npy` (the tokens of the text), `chunk.npy` (its
-length), and per chunk `logits_00000.npy`, float32 (scored rows, vocab). It is written whole or not
-at all.
+With p the distribution of a base run and q that of this run at the same place, what is summed is
+KL(p || q) = sum p (log p - log q), in nats.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from strata_nb.engine import Engine
-from strata_nb.errors import ConfigError, FileFormatError
+from strata_nb.errors import ConfigError
 
 Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+SLICE_VALUES = 1 << 20  # logits that are worked on at a time: 8 MiB for each float64 temporary
 
 
-def log_softmax(logits: Floats) -> npt.NDArray[np.float64]:
+def log_softmax(logits: Floats) -> Doubles:
     """Return log probabilities (rows, vocab) in float64."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)
@@ -37,56 +37,142 @@ def log_softmax(logits: Floats) -> npt.NDArray[np.float64]:
     return shifted
 
 
-def kl_divergence(base_logits: Floats, logits: Floats) -> npt.NDArray[np.float64]:
+def kl_divergence(base_logits: Floats, logits: Floats) -> Doubles:
     """Return KL(base || this) of each row (rows,), in nats, from two (rows, vocab) arrays."""
-    base, ours = log_softmax(base_logits), log_softmax(logits)
-    divergence: npt.NDArray[np.float64] = (np.exp(base) * (base - ours)).sum(axis=-1)
+    return _kl_of_logs(log_softmax(base_logits), log_softmax(logits))
+
+
+def _kl_of_logs(base: Doubles, ours: Doubles) -> Doubles:
+    divergence: Doubles = (np.exp(base) * (base - ours)).sum(axis=-1)
     return divergence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Hold a text that was cut for scoring: the ids of its whole chunks, one after the other."""
+
+    ids: list[int]
+    length: int  # tokens of a chunk, 2 or more
+
+    @property
+    def count(self) -> int:
+        """The number of chunks."""
+        return len(self.ids) // self.length
+
+    @property
+    def first(self) -> int:
+        """The first row of a chunk whose prediction is scored; the last one is `length - 2`."""
+        return min(self.length // 2, self.length - 2)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of a chunk that are scored."""
+        return self.length - 1 - self.first
+
+    def head(self, count: int) -> Chunks:
+        """Return the first `count` chunks."""
+        return Chunks(self.ids[: count * self.length], self.length)
+
+
+def cut(ids: Sequence[int], length: int, most: int | None = None) -> Chunks:
+    """Return the whole chunks of `length` tokens of a text, at most `most`; the rest is left out.
+
+    Raises ConfigError for a text of fewer than 2 tokens.
+    """
+    if len(ids) < 2:
+        raise ConfigError(f"the text has {len(ids)} tokens", hint="give at least 2 tokens of text")
+    length = min(length, len(ids))
+    count = len(ids) // length
+    return Chunks(list(ids), length).head(count if most is None else min(count, most))
+
+
+def scored_rows(engine: Engine, chunks: Chunks) -> Iterator[tuple[Floats, list[int]]]:
+    """Yield for each chunk the scored logits (rows, vocab), and the tokens that follow (rows,).
+
+    The first token of each chunk is replaced by BOS where the model begins a text with it.
+    """
+    tokenizer = engine.tokenizer
+    for start in range(0, len(chunks.ids), chunks.length):
+        piece = chunks.ids[start : start + chunks.length]
+        following = piece[chunks.first + 1 :]
+        if tokenizer.add_bos and tokenizer.bos_id is not None:
+            piece[0] = tokenizer.bos_id
+        yield engine.logits(piece)[chunks.first : -1], following
+
+
+class Measured(NamedTuple):
+    """Hold what was measured at the rows of a chunk; the last two only against a base."""
+
+    nll: list[float]  # nats
+    kl: list[float]  # nats
+    same_best: list[bool]
+
+
+def measure(logits: Floats, following: Sequence[int], base: Floats | None) -> Measured:
+    """Score logits (rows, vocab) against the tokens that follow them (rows,), and against a base.
+
+    The memory it takes beside its arguments does not grow with the number of rows.
+    """
+    measured = Measured([], [], [])
+    step = max(1, SLICE_VALUES // logits.shape[1])
+    for at in range(0, len(logits), step):
+        some = slice(at, at + step)
+        log_p = log_softmax(logits[some])
+        measured.nll.extend((-log_p[np.arange(len(log_p)), list(following[some])]).tolist())
+        if base is not None:
+            measured.kl.extend(_kl_of_logs(log_softmax(base[some]), log_p).tolist())
+            same = base[some].argmax(axis=-1) == logits[some].argmax(axis=-1)
+            measured.same_best.extend(same.tolist())
+    return measured
 
 
 @dataclass(slots=True)
 class Score:
-    """Gather what was measured at each scored token."""
+    """Gather what was measured, whole chunks only, so that it is right also when interrupted."""
 
-    nll: list[float] = field(default_factory=list)  # nats
-    kl: list[float] = field(default_factory=list)  # nats, with a base only
-    same_best: list[bool] = field(default_factory=list)  # with a base only
+    planned: int  # chunks
+    chunks: list[Measured] = field(default_factory=list)
 
     def add(self, logits: Floats, following: Sequence[int], base: Floats | None) -> None:
-        """Score rows of logits (rows, vocab) against the tokens that follow them (rows,)."""
-        rows = np.arange(len(following))
-        self.nll.extend((-log_softmax(logits)[rows, list(following)]).tolist())
-        if base is not None:
-            self.kl.extend(kl_divergence(base, logits).tolist())
-            self.same_best.extend((base.argmax(axis=-1) == logits.argmax(axis=-1)).tolist())
+        """Add a chunk; see `measure`."""
+        self.chunks.append(measure(logits, following, base))
 
     def figures(self) -> dict[str, float]:
-        """Return the result as numbers; those of a comparison only where there was a base."""
-        mean, error = _mean_and_error(self.nll)
+        """Return the result as numbers; those of a comparison only where there was a base.
+
+        There must be a chunk.
+        """
+        nll = [value for chunk in self.chunks for value in chunk.nll]
+        mean, error = _mean_and_error(nll)
         figures = {
-            "scored_tokens": len(self.nll),
+            "chunks": len(self.chunks),
+            "chunks_planned": self.planned,
+            "scored_tokens": len(nll),
             "perplexity": math.exp(mean),
             "perplexity_error": math.exp(mean) * error,
         }
-        if self.kl:
-            mean, error = _mean_and_error(self.kl)
+        kl = [value for chunk in self.chunks for value in chunk.kl]
+        same_best = [value for chunk in self.chunks for value in chunk.same_best]
+        if kl:
+            mean, error = _mean_and_error(kl)
             figures |= {
                 "kl_mean": mean,
                 "kl_error": error,
-                "kl_median": float(np.median(self.kl)),
-                "kl_max": max(self.kl),
-                "best_token_agreement": sum(self.same_best) / len(self.same_best),
+                "kl_median": float(np.median(kl)),
+                "kl_max": max(kl),
+                "best_token_agreement": sum(same_best) / len(same_best),
             }
         return figures
 
     def lines(self) -> list[str]:
-        """Return the result as lines for a person."""
+        """Return the result as lines for a person; what covers not all chunks says so."""
         found = self.figures()
+        of = "" if len(self.chunks) == self.planned else f" of {self.planned}"
         lines = [
             f"perplexity  {found['perplexity']:.4f} +- {found['perplexity_error']:.4f}  "
-            f"({len(self.nll)} tokens)"
+            f"({found['scored_tokens']} tokens, {len(self.chunks)}{of} chunks)"
         ]
-        if self.kl:
+        if "kl_mean" in found:
             lines.append(
                 f"KL(base || this)  mean {found['kl_mean']:.6f} +- {found['kl_error']:.6f}, median "
                 f"{found['kl_median']:.6f}, max {found['kl_max']:.6f}  (nats)"
@@ -99,112 +185,3 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and its standard error (0 for one value)."""
     spread = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
     return float(np.mean(values)), spread / math.sqrt(len(values))
-
-
-class LogitsWriter:
-    """Write a logits file; it appears under its name when the `with` block ends well."""
-
-    def __init__(self, path: Path, ids: Sequence[int], chunk: int) -> None:
-        self._path = path
-        self._unfinished = path.with_name(path.name + ".tmp")
-        self._zip = zipfile.ZipFile(self._unfinished, "w")
-        self._count = 0
-        self._put("ids.npy", np.asarray(ids, np.int64))
-        self._put("chunk.npy", np.asarray(chunk, np.int64))
-
-    def _put(self, name: str, array: npt.NDArray[np.generic]) -> None:
-        with self._zip.open(name, "w", force_zip64=True) as member:
-            np.lib.format.write_array(member, array, allow_pickle=False)
-
-    def add(self, logits: Floats) -> None:
-        """Append the scored rows of the next chunk."""
-        self._put(f"logits_{self._count:05}.npy", logits)
-        self._count += 1
-
-    def __enter__(self) -> LogitsWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._zip.close()
-        if kind is None:
-            self._unfinished.replace(self._path)
-        else:
-            self._unfinished.unlink(missing_ok=True)
-
-
-class LogitsReader:
-    """Read a logits file; anything else that stands under the name is refused."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._zip = zipfile.ZipFile(path)
-        except (OSError, zipfile.BadZipFile) as error:
-            raise FileFormatError(
-                path,
-                None,
-                f"not a logits file: {error}",
-                hint="--save-logits of another run writes one",
-            ) from None
-        self.ids: list[int] = self._get("ids.npy").astype(np.int64).ravel().tolist()
-        self.chunk = int(self._get("chunk.npy"))
-
-    def _get(self, name: str) -> npt.NDArray[np.generic]:
-        try:
-            return np.load(io.BytesIO(self._zip.read(name)), allow_pickle=False)  # type: ignore[no-any-return]
-        except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise FileFormatError(
-                self._path,
-                None,
-                f"not a whole logits file: member {name}: {error}",
-                hint="write it again with --save-logits",
-            ) from None
-
-    def logits(self, number: int, shape: tuple[int, int]) -> Floats:
-        """Return the rows of chunk `number`, which must have `shape`."""
-        found = self._get(f"logits_{number:05}.npy")
-        if found.shape != shape or found.dtype != np.float32:
-            raise FileFormatError(
-                self._path,
-                None,
-                f"chunk {number} has logits {found.shape} of {found.dtype}, this run {shape} of "
-                "float32",
-                hint="compare runs of models with the same vocabulary",
-            )
-        return found.astype(np.float32, copy=False)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._zip.close()
-
-
-def chunks(ids: Sequence[int], chunk: int, most: int | None) -> list[tuple[int, int]]:
-    """Return (start, end) of each whole chunk of `ids`; a text shorter than one is one chunk."""
-    if len(ids) <= chunk:
-        return [(0, len(ids))]
-    whole = [(at, at + chunk) for at in range(0, len(ids) - chunk + 1, chunk)]
-    return whole[:most]
-
-
-def scored_rows(
-    engine: Engine, ids: Sequence[int], chunk: int, most: int | None
-) -> Iterator[tuple[Floats, list[int]]]:
-    """Yield, for each chunk, the logits (rows, vocab) of its second half and what follows them.
-
-    The first token of each chunk is replaced by BOS where the model begins a text with it. Raises
-    ConfigError for a text of fewer than 2 tokens.
-    """
-    if len(ids) < 2:
-        raise ConfigError(f"the text has {len(ids)} tokens", hint="give at least 2 tokens of text")
-    tokenizer = engine.tokenizer
-    for start, end in chunks(ids, chunk, most):
-        piece = list(ids[start:end])
-        if tokenizer.add_bos and tokenizer.bos_id is not None:
-            piece[0] = tokenizer.bos_id
-        first = (len(piece) - 1) // 2
-        yield engine.logits(piece)[first:-1], list(ids[start + first + 1 : end])

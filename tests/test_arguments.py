@@ -99,6 +99,7 @@ def test_sampling_flags_reach_their_fields() -> None:
     arguments = parsed("generate", *words.split(), *more.split())
     assert sampling_from(arguments) == Sampling(0.5, 3, 0.7, 0.1, 1.5, 0.25, -0.5, -1, 9)
     assert sampling_from(parsed("generate")) == Sampling()
+    assert sampling_from(parsed("generate", "--seed", "-1")) == Sampling(seed=None)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,8 @@ def test_sampling_flags_reach_their_fields() -> None:
         ("--top-p", "1.5"),
         ("--min-p", "inf"),
         ("--top-k", "1.5"),
-        ("--seed", "-1"),
+        ("--seed", "-2"),
+        ("--temp", "1_0"),
         ("--seed", "18446744073709551616"),
         ("--top-k", "99999999999999999999999"),
     ],

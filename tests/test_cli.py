@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from make_model import make_model
 from model_shapes import LOGITS_SHAPES
 
 from strata_nb import Engine, Options, Sampling
 from strata_nb.cli import USAGE, main
+from strata_nb.commands.figures import Figures
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
@@ -180,96 +184,32 @@ def test_tokenize_shows_a_line_per_token_or_the_ids(run: Console, model: str) ->
     assert run("tokenize", "-m", model, "", "--ids")[:2] == (0, "\n")
 
 
-def test_info_sums_what_would_fit_on_a_card(run: Console, model: str) -> None:
-    status, out, _ = run("info", model, "--vram", "702MiB", "--keys", "--tensors", "-c", "100")
-    assert status == 0
-    assert "qwen3moe" in out
-    assert "general.architecture = 'qwen3moe'" in out
-    assert "blk.1.ffn_down_exps.weight  Q6_K" in out or "blk.1.ffn_down_exps.weight  Q4_K" in out
-    with Engine.open(Options(model)) as engine:
-        known = engine.description
-    free = 2 * 2**20 - known.dense_bytes - 100 * known.kv_bytes_per_cell("f16", "f16")
-    fits = 0
-    for one in sorted(known.one_expert_bytes * known.experts):
-        free -= one
-        fits += free >= 0
-    assert f"experts that fit      {fits} of 16" in out
-    assert 0 < fits < 16
-
-
-def test_info_names_what_is_missing_on_a_card_that_is_too_small(run: Console, model: str) -> None:
-    _, out, _ = run("info", model, "--vram", "600MiB")
-    assert "too small by" in out
-    assert "experts that fit" not in out
-
-
-def test_perplexity_of_a_run_against_itself_is_no_divergence(
-    run: Console, model: str, tmp_path: Path
-) -> None:
-    text = tmp_path / "text"
-    text.write_text("hello there, this is a text of some length. " * 6)
-    base = tmp_path / "base.logits"
-    flags = ["perplexity", "-m", model, "-f", str(text), "-c", "64"]
-    status, out, _ = run(*flags, "--save-logits", str(base))
-    assert status == 0
-    perplexity = float(out.split()[1])
-    with Engine.open(Options(model)) as engine:
-        ids = engine.encode(text.read_text())[:256]
-        nll = []
-        for at in range(0, len(ids) - 63, 64):
-            logits = engine.logits(ids[at : at + 64]).astype(np.float64)
-            log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-            nll += [-log_p[n, ids[at + n + 1]] for n in range(31, 63)]
-    assert perplexity == pytest.approx(np.exp(np.mean(nll)), rel=1e-4)
-    status, out, _ = run(*flags, "--kl-base", str(base))
-    assert status == 0
-    assert "mean 0.000000" in out
-    assert "best token agrees  100.00%" in out
-    status, out, _ = run(*flags, "--kl-base", str(base), "--ctk", "int8", "--ctv", "int8")
-    assert status == 0
-    assert float(out.split("mean ")[1].split()[0]) > 0
-
-
-@pytest.mark.parametrize(
-    ("change", "cause"),
-    [
-        (["-c", "32"], "chunks of 64 tokens"),
-        (["--chunks", "0"], "--chunks 0"),
-        (["-c", "1"], "at least 2 tokens"),
-    ],
-)
-def test_runs_that_cannot_be_compared_are_refused(
-    run: Console, model: str, tmp_path: Path, change: list[str], cause: str
-) -> None:
-    text = tmp_path / "text"
-    text.write_text("hello there, this is a text. " * 6)
-    base = tmp_path / "base.logits"
-    flags = ["perplexity", "-m", model, "-f", str(text)]
-    run(*flags, "-c", "64", "--save-logits", str(base))
-    status, out, err = run(*flags, "--kl-base", str(base), *change)
-    assert (status, out) == (2, "")
-    assert cause in err
-
-
-def test_a_damaged_logits_file_is_refused(run: Console, model: str, tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_text("hello there, this is a text. " * 6)
-    base = tmp_path / "base.logits"
-    flags = ["perplexity", "-m", model, "-f", str(text), "-c", "64"]
-    run(*flags, "--save-logits", str(base))
-    content = base.read_bytes()
-    for damaged in (b"", content[: len(content) // 2], content[:200] + bytes(64) + content[264:]):
-        base.write_bytes(damaged)
-        status, _, err = run(*flags, "--kl-base", str(base))
-        assert status == 2
-        assert "base.logits" in err
-
-
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
         ([], "no command given"),
         (["generat"], "unknown command"),
+        (["--version", "more"], "stands alone"),
+        (["help", "nonsense"], "help nonsense: unknown command"),
+        (["generate", "x", "-m", "none.gguf", "--stop", ""], "--stop"),
+        (["generate", "x", "-m", "none.gguf", "--chat-template-file", "nope"], "nope"),
+        (
+            [
+                "generate",
+                "x",
+                "-m",
+                "none.gguf",
+                "--chat-template",
+                "a",
+                "--chat-template-file",
+                "b",
+            ],
+            "both given",
+        ),
+        (
+            ["generate", "x", "-m", "none.gguf", "--system", "y", "--parse-special"],
+            "--parse-special",
+        ),
         (["--model"], "unknown flag"),
         (["generate"], "no prompt given"),
         (["generate", "x"], "no model given"),
@@ -303,10 +243,56 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
     assert "a prompt of " in err
 
 
-def test_an_empty_stop_string_is_refused(run: Console, model: str) -> None:
-    status, _, err = run("generate", "-m", model, "hello", "--stop", "")
-    assert status == 2
-    assert "--stop" in err
+def test_a_refused_prompt_leaves_an_older_stats_file_and_prints_no_figures(
+    run: Console, model: str, tmp_path: Path
+) -> None:
+    stats = tmp_path / "stats.json"
+    stats.write_text("older")
+    flags = ["-c", "2", "--stats-json", str(stats)]
+    status, out, err = run("generate", "-m", model, "hello", *flags)
+    assert (status, out, len(err.splitlines())) == (2, "", 2)
+    assert stats.read_text() == "older"
+
+
+def test_stats_json_follows_links_and_writes_to_pipes(
+    run: Console, model: str, tmp_path: Path
+) -> None:
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("older")
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (link, pipe):
+        run("generate", "-m", model, "hello", "-n", "1", "--stats-json", str(path))
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["generated_tokens"] == 1
+    assert json.loads(os.read(reader, 10_000))["generated_tokens"] == 1
+    os.close(reader)
+
+
+def test_control_tokens_in_a_prompt_are_text_and_said_unless_asked_for(
+    run: Console, model: str, tmp_path: Path
+) -> None:
+    with Engine.open(Options(model)) as engine:
+        end = engine.tokenizer.text(engine.tokenizer.eos_id or 0)
+        assert end in engine.tokenizer.control_texts
+        as_text, as_token = len(engine.encode(end)), len(engine.encode(end, parse_special=True))
+    flags = ["generate", "-m", model, end, "-n", "1"]
+    _, _, err = run(*flags)
+    assert f"prompt {as_text} tokens" in err
+    assert "--parse-special" in err
+    _, _, err = run(*flags, "--parse-special")
+    assert f"prompt {as_token} tokens" in err
+    assert "--parse-special" not in err
+
+
+def test_figures_count_time_to_the_first_token_and_the_rate_of_the_others() -> None:
+    generation = SimpleNamespace(generated=5, first_token_s=0.5, decode_s=2.0, finish="end", seed=1)
+    figures = Figures(load_s=100.0, prompt_tokens=8, prompt_s=4.0)
+    figures.add_answer(generation, prompt_s=4.0)  # type: ignore[arg-type]
+    assert (figures.prompt_tps, figures.ttft_s, figures.decode_tps) == (2.0, 4.5, 2.0)
+    figures.add_answer(generation, prompt_s=9.0)  # type: ignore[arg-type]
+    assert (figures.ttft_s, figures.generated_tokens, figures.decode_tps) == (4.5, 10, 2.0)
 
 
 @pytest.mark.parametrize("command", USAGE)
@@ -408,13 +394,94 @@ def test_a_reader_that_goes_away_ends_the_run_quietly(model: str) -> None:
     process.stdout.close()
     err = process.stderr.read()
     assert process.wait(timeout=60) == 1
+    assert b"generated 0 tokens" not in err
     assert b"Traceback" not in err
     assert b"Exception ignored" not in err
     process.stderr.close()
 
 
-def test_progress_bars_stay_away_from_pipes(model: str) -> None:
-    process = start("generate", "-m", model, "hello " * 100, "-n", "1")
-    _, err = process.communicate(timeout=60)
+def test_a_closed_stream_is_refused_in_words(model: str) -> None:
+    script = f"{sys.executable} -m strata_nb"
+    for command, cause in (
+        (f"{script} --version >&-", "stdout is closed"),
+        (f"{script} chat -m {model} <&-", "stdin is closed"),
+        (f"{script} generate -m {model} -f - <&-", "stdin is closed"),
+    ):
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert cause in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    code = (
+        "import strata_nb.cli, strata_nb.__main__ as m, signal\n"
+        "strata_nb.cli.main = lambda words: signal.raise_signal(signal.SIGINT) or 0\n"
+        "m.main()"
+    )
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code]
+    done = subprocess.run(ignoring, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def on_a_terminal(words: list[str], keys: bytes) -> bytes:
+    """Run a command with stdin and stderr on a terminal and return what the terminal shows."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "strata_nb", *words],
+        stdin=slave,
+        stdout=subprocess.DEVNULL,
+        stderr=slave,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
+    )
+    os.close(slave)
+    os.write(master, keys)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while piece := os.read(master, 65536):
+            shown += piece
+    os.close(master)
+    assert process.wait(timeout=60) == 0
+    return shown
+
+
+def test_a_terminal_shows_progress_and_a_pipe_does_not(model: str) -> None:
+    words = ["generate", "-m", model, "-p", "hello " * 100, "-n", "1", "--verbose"]
+    shown = on_a_terminal(words, b"")
+    assert b"loading" in shown
+    assert b"reading the prompt" in shown
+    _, err = start(*words).communicate(timeout=60)
     assert b"\x1b" not in err
     assert b"loading" not in err
+
+
+def test_chat_on_a_terminal_prompts_and_goes_on_after_a_message_that_does_not_fit(
+    model: str,
+) -> None:
+    words = ["chat", "-m", model, "--chat-template", CHATML, "-c", "100", "-n", "2"]
+    shown = on_a_terminal(words, b"hi\n" + b"too long " * 20 + b"\nhi again\n/exit\n")
+    assert shown.count(b"> ") >= 4
+    assert b"does not fit a context of 100 cells" in shown
+    assert b"generated 4 tokens" in shown
+
+
+@pytest.mark.model
+def test_the_real_model_continues_a_text(run: Console, smollm2: Path) -> None:
+    flags = ["generate", "-m", str(smollm2), "--temp", "0", "-n", "12"]
+    status, out, _ = run(*flags, "The capital of France is")
+    assert status == 0
+    assert out.startswith(" Paris")
+
+
+@pytest.mark.model
+def test_the_real_model_answers_in_a_conversation_and_ends_its_turns(
+    run: Console, smollm2: Path, tmp_path: Path
+) -> None:
+    stats = tmp_path / "stats.json"
+    status, out, _ = run(
+        *["chat", "-m", str(smollm2), "--temp", "0", "--stats-json", str(stats)],
+        stdin="What is the capital of France?\nAnd of Italy?\n",
+    )
+    assert status == 0
+    assert out == "The capital of France is Paris.\nThe capital of Italy is Rome.\n"
+    assert json.loads(stats.read_text())["finish"] == "end"

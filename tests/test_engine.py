@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from make_model import make_model
 from model_shapes import LOGITS_SHAPES
+from oracle_models import rewrite
+from threadpoolctl import threadpool_info
 
-from strata_nb import Engine, Options, Sampling
+from strata_nb import Engine, Options, Sampling, models
 from strata_nb.engine import Session
-from strata_nb.errors import ConfigError, FileFormatError
+from strata_nb.errors import ConfigError, FileFormatError, StrataError
 
 GREEDY = Sampling(temperature=0)
 
@@ -65,7 +71,7 @@ def scripted(model: Path) -> Iterator[Engine]:
 def play(engine: Engine, text: str, **options: object) -> tuple[list[int], str, str | None]:
     """Let the engine write `text`, then its end token; return the ids, the text, and the reason."""
     ids = [*engine.encode(text), engine.tokenizer.eos_id or 0]
-    engine.model = Script([0, *ids], engine.description.vocab_size)  # type: ignore[assignment]
+    engine._model = Script([0, *ids], engine.description.vocab_size)  # type: ignore[assignment]
     generation = engine.generate([0], sampling=GREEDY, **options)  # type: ignore[arg-type]
     tokens = list(generation)
     return [t.id for t in tokens], "".join(t.text for t in tokens), generation.finish
@@ -190,7 +196,7 @@ def test_an_answer_ends_when_the_context_is_full(scripted: Engine) -> None:
 
 
 def test_a_prompt_is_read_in_batches_and_a_sampled_token_once(scripted: Engine) -> None:
-    scripted.model = script = Script([5] * 20, scripted.description.vocab_size)  # type: ignore[assignment]
+    scripted._model = script = Script([5] * 20, scripted.description.vocab_size)  # type: ignore[assignment]
     list(scripted.generate([1] * 10, max_tokens=3, sampling=GREEDY))
     assert script.batches == [4, 4, 2, 1, 1]
 
@@ -275,7 +281,111 @@ def test_a_file_that_is_none_is_refused_and_nothing_stays_open(tmp_path: Path) -
         Engine.open(Options(broken))
 
 
-def test_closing_twice_is_closing_once(model: Path) -> None:
+def test_a_closed_engine_and_its_sessions_refuse_to_compute(model: Path) -> None:
     engine = Engine.open(Options(model))
+    session = engine.session()
+    session.extend([1, 2])
+    generation = session.generate()
     engine.close()
     engine.close()
+    for use in (
+        lambda: engine.logits([1]),
+        lambda: engine.session(),
+        lambda: session.extend([3]),
+        lambda: list(engine.generate([1])),
+        lambda: list(generation),
+    ):
+        with pytest.raises(StrataError, match="engine is closed"):
+            use()
+
+
+def test_closing_an_engine_frees_its_weights(model: Path) -> None:
+    engine = Engine.open(Options(model))
+    weights = weakref.ref(engine._opened())
+    engine.close()
+    assert weights() is None
+
+
+def test_each_engine_computes_with_its_own_number_of_threads(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    forward = models.ReferenceModel.forward
+
+    def spy(*given: Any) -> Any:
+        seen.extend(p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas")
+        return forward(*given)
+
+    monkeypatch.setattr(models.ReferenceModel, "forward", spy)
+    outside = [p["num_threads"] for p in threadpool_info()]
+    with (
+        Engine.open(Options(model, threads=1)) as one,
+        Engine.open(Options(model, threads=2)) as two,
+    ):
+        for engine in (one, two, one):
+            engine.logits([1])
+    assert seen == [1, 2, 1]
+    assert [p["num_threads"] for p in threadpool_info()] == outside
+
+
+def test_the_context_is_at_most_8192_cells_unless_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "long.gguf"
+    make_model(path, replace(LOGITS_SHAPES["qwen3moe"], context=20_000))
+    with Engine.open(Options(path)) as engine:
+        assert engine.ctx_size == 8192
+    with Engine.open(Options(path, ctx_size=9000)) as engine:
+        assert engine.ctx_size == 9000
+
+
+def test_an_interrupt_between_cells_and_logits_costs_one_token_read_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = engine.session()
+    session.extend([5, 6])
+    forward = Engine._forward
+
+    def interrupted(*given: Any) -> Any:
+        forward(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "_forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.extend([7])
+    monkeypatch.undo()
+    np.testing.assert_allclose(session.next_logits(), engine.logits([5, 6, 7])[-1], atol=1e-4)
+
+
+def test_a_generation_on_a_full_session_ends_at_once(engine: Engine) -> None:
+    session = engine.session()
+    session.extend([1] * 64)
+    assert len(list(session.generate(sampling=GREEDY, ignore_eos=True))) == 1
+    later = session.generate()
+    assert (list(later), later.finish) == ([], "context")
+
+
+def test_a_generation_whose_session_went_on_without_it_is_refused(engine: Engine) -> None:
+    session = engine.session()
+    session.extend([1, 2])
+    first, second = session.generate(sampling=GREEDY), session.generate(sampling=GREEDY)
+    next(first)
+    with pytest.raises(StrataError, match="position 3 without this generation"):
+        next(second)
+    next(first)
+
+
+@pytest.mark.parametrize("bad", [{"max_tokens": 2.5}, {"max_tokens": -1}, {"stop": "ab"}])
+def test_what_a_generation_cannot_use_is_refused(engine: Engine, bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="not"):
+        engine.generate([1], **bad)
+
+
+def test_a_prompt_ends_without_eos_even_if_the_file_adds_it_to_texts(tmp_path: Path) -> None:
+    plain, added = tmp_path / "plain.gguf", tmp_path / "added.gguf"
+    make_model(plain, LOGITS_SHAPES["qwen3moe"])
+    flag = {"tokenizer.ggml.add_eos_token": (True, gguf.GGUFValueType.BOOL)}
+    rewrite(plain, added, keys=flag, tensors={})
+    with Engine.open(Options(added)) as engine:
+        eos = engine.tokenizer.eos_id
+        assert engine.encode("hello", add_special=True)[-1] == eos
+        assert engine.encode_prompt("hello") == engine.encode("hello")
+        assert engine.encode_prompt("") == [eos]

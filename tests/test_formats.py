@@ -11,14 +11,16 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from numpy.typing import NDArray
 
+from strata_nb.errors import ConfigError
 from strata_nb.formats import (
+    CACHE_TYPES,
     DEQUANTISABLE,
     PIECE_VALUES,
     REMOVED,
     TensorType,
     block_layout,
     block_record,
-    can_dequantise,
+    cache_type,
     dequantise,
     row_bytes,
     tensor_bytes,
@@ -38,7 +40,7 @@ def random_blocks(kind: TensorType, blocks: int, seed: int = 0) -> NDArray[np.ui
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
-def judged(kind: TensorType, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
+def by_the_gguf_package(kind: TensorType, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return what the `gguf` package makes of the same bytes."""
     rows = raw.reshape(-1, block_layout(kind).size_bytes)
     with np.errstate(all="ignore"):
@@ -68,9 +70,6 @@ def test_layouts_agree_with_the_gguf_package() -> None:
 
 def test_every_required_type_can_be_dequantised() -> None:
     assert {kind.name for kind in DEQUANTISABLE} == {*REQUIRED, "F64"}
-    assert can_dequantise(TensorType.Q4_K)
-    assert not can_dequantise(TensorType.Q8_K)
-    assert not can_dequantise(TensorType.Q4_2)
 
 
 @pytest.mark.parametrize("name", REQUIRED)
@@ -78,7 +77,7 @@ def test_random_blocks_decode_bit_by_bit_as_in_the_gguf_package(name: str) -> No
     kind = TensorType[name]
     # 10,007 values or blocks: more than one piece for the large blocks, and an odd tail.
     raw = random_blocks(kind, 10_007)
-    np.testing.assert_array_equal(bits(dequantise(kind, raw)), bits(judged(kind, raw)))
+    np.testing.assert_array_equal(bits(dequantise(kind, raw)), bits(by_the_gguf_package(kind, raw)))
 
 
 @pytest.mark.parametrize("name", REQUIRED)
@@ -90,7 +89,7 @@ def test_extreme_scales_decode_bit_by_bit(name: str) -> None:
     for field in {"value", "scale", "minimum"} & set(record.names or ()):
         blocks[field] = np.resize(extremes, 64)
     raw = blocks.view(np.uint8)
-    np.testing.assert_array_equal(bits(dequantise(kind, raw)), bits(judged(kind, raw)))
+    np.testing.assert_array_equal(bits(dequantise(kind, raw)), bits(by_the_gguf_package(kind, raw)))
 
 
 def test_every_exponent_of_mxfp4_decodes_bit_by_bit() -> None:
@@ -98,7 +97,7 @@ def test_every_exponent_of_mxfp4_decodes_bit_by_bit() -> None:
     blocks["exponent"] = np.arange(256)
     raw = blocks.view(np.uint8)
     values = dequantise(TensorType.MXFP4, raw)
-    np.testing.assert_array_equal(bits(values), bits(judged(TensorType.MXFP4, raw)))
+    np.testing.assert_array_equal(bits(values), bits(by_the_gguf_package(TensorType.MXFP4, raw)))
 
 
 def test_a_block_of_q4_k_decodes_as_its_drawing_says() -> None:
@@ -144,7 +143,7 @@ def test_out_is_filled_and_returned() -> None:
     raw = random_blocks(TensorType.Q8_0, 4)
     out = np.full(128, np.nan, np.float32)
     assert dequantise(TensorType.Q8_0, raw, out) is out
-    np.testing.assert_array_equal(bits(out), bits(judged(TensorType.Q8_0, raw)))
+    np.testing.assert_array_equal(bits(out), bits(by_the_gguf_package(TensorType.Q8_0, raw)))
 
 
 def test_no_bytes_give_no_values() -> None:
@@ -222,3 +221,29 @@ def test_a_row_that_is_no_whole_number_of_blocks_is_refused(values: int) -> None
         row_bytes(TensorType.Q6_K, values)
     with pytest.raises(ValueError, match=rf"{values} values"):
         tensor_bytes(TensorType.Q6_K, (256, values))
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "groups", "size_bytes"),
+    [
+        ("f32", 80, 80, 320),
+        ("f16", 80, 80, 160),
+        ("int8", 64, 1, 64 + 2),
+        ("int8", 80, 2, 80 + 4),
+        ("int8", 128, 2, 128 + 4),
+        ("int8", 129, 3, 129 + 6),
+    ],
+)
+def test_a_head_in_a_cache_takes_its_values_and_a_scale_for_each_group(
+    name: str, length: int, groups: int, size_bytes: int
+) -> None:
+    layout = cache_type(name)
+    assert layout.head_bytes(length) == size_bytes
+    assert layout.groups(length) == groups
+
+
+def test_a_cache_type_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match="a K/V cache of type q8_0: not known") as caught:
+        cache_type("q8_0")
+    assert caught.value.hint == "one of: f32, f16, int8"
+    assert list(CACHE_TYPES) == ["f32", "f16", "int8"]

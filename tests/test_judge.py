@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from model_shapes import BENCH_SHAPES, Q4_K_M, SPREADS, plan_tensors
 from oracle_models import RANDOM_MODELS, weights_digest
 
-from strata_nb import models
+from strata_nb import cpu, models
 from strata_nb.errors import ConfigError
-from strata_nb.gguf import GGUFFile
+from strata_nb.gguf import GGUFFile, TensorInfo
 from strata_nb.kernels.reference import Floats
 from strata_nb.models import ReferenceModel, weights
-from strata_nb.models.weights import float32_bytes, tensors_to_keep
+from strata_nb.models.tensors import is_expert
+from strata_nb.models.weights import Kept, tensors_to_keep
 
 ORACLE = Path(__file__).parent / "data/oracle"
 TOLERANCE = 1e-3  # of a logit; the largest are about 20
@@ -43,6 +46,14 @@ def mixture(random_model: Callable[[str], Path]) -> Iterator[GGUFFile]:
         yield file
 
 
+def open_model(file: GGUFFile, **options: Any) -> ReferenceModel:
+    return models.open_reference(file, models.describe(file), **options)
+
+
+def float32_bytes(file: GGUFFile) -> int:
+    return 4 * models.describe(file).parameters
+
+
 def read(model: ReferenceModel, ids: list[int], *cuts: int) -> Floats:
     """Return the logits of all ids, read in batches that end at `cuts`."""
     state = model.new_state(len(ids))
@@ -59,7 +70,7 @@ def check_against_oracle(file: GGUFFile, name: str) -> None:
         assert str(oracle["weights"]) == weights_digest(file), (
             "the figures belong to other weights: run tools/oracle_transformers.py again"
         )
-        logits = read(models.open_reference(file), oracle["ids"].tolist())
+        logits = read(open_model(file), oracle["ids"].tolist())
         norms = np.linalg.norm(logits.astype(np.float64), axis=-1)
         rows = logits[oracle["positions"]]
         ours = np.take_along_axis(rows, oracle["best_ids"].astype(np.int64), axis=-1)
@@ -87,7 +98,7 @@ def test_how_a_prompt_is_cut_changes_only_the_rounding(
     name: str, random_model: Callable[[str], Path]
 ) -> None:
     with GGUFFile.open(random_model(name)) as file:
-        model = models.open_reference(file)
+        model = open_model(file)
         ids = np.random.default_rng(1).integers(0, model.description.vocab_size, 70).tolist()
         whole = read(model, ids)
         for cuts in ([1], [69], [33, 64], list(range(1, 70))):
@@ -95,7 +106,7 @@ def test_how_a_prompt_is_cut_changes_only_the_rounding(
 
 
 def test_want_last_returns_the_last_row_alone(mixture: GGUFFile) -> None:
-    model = models.open_reference(mixture)
+    model = open_model(mixture)
     state = model.new_state(8)
     last = model.forward([3, 1, 4, 1, 5], state, "last")
     assert last.shape == (1, model.description.vocab_size)
@@ -107,7 +118,7 @@ def test_want_last_returns_the_last_row_alone(mixture: GGUFFile) -> None:
 def test_a_smaller_cache_type_moves_the_logits_a_little(
     type_k: str, type_v: str, mixture: GGUFFile
 ) -> None:
-    model = models.open_reference(mixture)
+    model = open_model(mixture)
     ids = list(range(40))
     exact = read(model, ids)
     state = model.new_state(40, type_k, type_v)
@@ -119,7 +130,7 @@ def test_a_smaller_cache_type_moves_the_logits_a_little(
 
 
 def test_a_rewound_state_continues_as_a_straight_one(mixture: GGUFFile) -> None:
-    model = models.open_reference(mixture)
+    model = open_model(mixture)
     straight = read(model, [7, 8, 9, 10, 11, 12])
     state = model.new_state(64, "f32", "f32")
     model.forward([7, 8, 9, 200, 201, 202, 203], state, "all")
@@ -135,7 +146,7 @@ def test_a_rewound_state_continues_as_a_straight_one(mixture: GGUFFile) -> None:
 
 
 def test_states_of_one_model_do_not_touch_each_other(mixture: GGUFFile) -> None:
-    model = models.open_reference(mixture)
+    model = open_model(mixture)
     first, second = model.new_state(8), model.new_state(8)
     model.forward([1, 2, 3], first, "last")
     model.forward([9, 8, 7, 6], second, "last")
@@ -144,15 +155,16 @@ def test_states_of_one_model_do_not_touch_each_other(mixture: GGUFFile) -> None:
 
 
 def test_what_cannot_be_read_is_refused_with_both_numbers(mixture: GGUFFile) -> None:
-    model = models.open_reference(mixture)
+    model = open_model(mixture)
     vocab_size = model.description.vocab_size
     state = model.new_state(4)
     with pytest.raises(ConfigError, match="5 tokens do not fit: 4 of 4 cells are left"):
         model.forward([1] * 5, state, "all")
     with pytest.raises(ConfigError, match=f"token {vocab_size} at place 1 .* of {vocab_size}"):
         model.forward([0, vocab_size], state, "all")
-    with pytest.raises(ConfigError, match="token -1 at place 0"):
-        model.forward([-1], state, "all")
+    for strange in (-1, 2**63, 2**70):
+        with pytest.raises(ConfigError, match=f"token {strange} at place 1"):
+            model.forward([0, strange], state, "all")
     with pytest.raises(ConfigError, match="no tokens"):
         model.forward([], state, "last")
     assert state.length == 0
@@ -166,21 +178,54 @@ def test_every_budget_of_memory_gives_the_same_logits(
     mixture: GGUFFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "SLAB_VALUES", 10_000)  # so that matrices are cut into slabs
-    everything = sum(float32_bytes(info) for info in mixture.tensors.values())
-    kept = [len(tensors_to_keep(mixture, budget)) for budget in (everything, everything - 1, 0)]
-    assert kept[0] == len(mixture.tensors) > kept[1] > kept[2] == 0
-    ids = [5, 6, 7, 8, 9, 300, 301]
-    results = [
-        read(models.open_reference(mixture, budget_bytes=budget), ids)
-        for budget in (everything, everything - 1, 0)
+    everything = float32_bytes(mixture)
+    opened = [
+        open_model(mixture, budget_bytes=budget) for budget in (everything, everything - 1, 0)
     ]
+    kept = [len(model.kept.names) for model in opened]
+    assert kept[0] == len(mixture.tensors) > kept[1] > kept[2] == 0
+    results = [read(model, [5, 6, 7, 8, 9, 300, 301]) for model in opened]
     np.testing.assert_allclose(results[1], results[0], rtol=0, atol=1e-4)
     np.testing.assert_allclose(results[2], results[0], rtol=0, atol=1e-4)
 
 
+def test_weights_may_take_six_tenths_of_the_memory_available(
+    mixture: GGUFFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = float32_bytes(mixture) / 0.6
+    for available, everything in ((least + 9, True), (least - 9, False)):
+        monkeypatch.setattr(cpu, "available_memory_bytes", lambda: int(available))  # noqa: B023
+        assert open_model(mixture).kept.everything is everything
+
+
+def test_a_model_says_what_is_kept_and_warns_where_the_rest_is_slow(mixture: GGUFFile) -> None:
+    everything = float32_bytes(mixture)
+    names = [name for name in mixture.tensors if not is_expert(name)]
+    dense = 4 * sum(int(np.prod(mixture.tensors[name].shape)) for name in names)
+    assert open_model(mixture, budget_bytes=everything).warnings == []
+    model = open_model(mixture, budget_bytes=dense)
+    assert model.kept == Kept(names, len(mixture.tensors), dense, everything)
+    figures = f"{dense / 2**20:.1f} MiB of {everything / 2**20:.1f} MiB"
+    assert str(model.kept) == f"{len(names)} of {len(mixture.tensors)} tensors, {figures}"
+    (warning,) = model.warnings
+    assert warning.startswith(f"{figures} of weights are kept as float32; the rest is dequantised")
+    assert open_model(mixture, budget_bytes=dense - 1).kept.size_bytes == 0
+
+
+def test_sizes_of_a_large_model_are_chosen_without_its_weights() -> None:
+    shape = BENCH_SHAPES["qwen3moe"]
+    tensors = {
+        tensor.name: TensorInfo(tensor.name, tensor.kind, tensor.shape, 0, 0, tensor.size_bytes)
+        for tensor in plan_tensors(shape, Q4_K_M, SPREADS["bench"], 0.4)
+    }
+    kept = tensors_to_keep(tensors, 12 * 2**30)
+    assert str(kept) == "435 of 579 tensors, 5.74 GiB of 113.74 GiB"
+    assert kept.warnings[0].startswith("5.74 GiB of 113.74 GiB of weights")
+
+
 def test_loading_counts_the_bytes_of_the_file_up_to_the_total(mixture: GGUFFile) -> None:
     seen: list[tuple[int, int]] = []
-    models.open_reference(mixture, progress=lambda done, total: seen.append((done, total)))
+    open_model(mixture, progress=lambda done, total: seen.append((done, total)))
     total = sum(info.size_bytes for info in mixture.tensors.values())
     assert seen[-1] == (total, total)
     assert seen == sorted(seen)
@@ -192,14 +237,14 @@ def test_an_interrupt_while_loading_leaves_the_file_usable(mixture: GGUFFile) ->
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        models.open_reference(mixture, progress=interrupt)
-    assert np.isfinite(read(models.open_reference(mixture), [1, 2, 3])).all()
+        open_model(mixture, progress=interrupt)
+    assert np.isfinite(read(open_model(mixture), [1, 2, 3])).all()
 
 
 def test_an_interrupt_in_a_forward_leaves_the_state_as_it_was(
     mixture: GGUFFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = models.open_reference(mixture)
+    model = open_model(mixture)
     straight = read(model, [1, 2, 3, 4])
     state = model.new_state(16)
     model.forward([1, 2, 3], state, "last")

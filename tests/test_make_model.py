@@ -1,8 +1,9 @@
-"""The makers of random models and of routes: what they write is what they say."""
+"""The makers of random models, of copies and of routes: what they write is what they say."""
 
 from __future__ import annotations
 
 import hashlib
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from make_model import make_model
 from make_routes import make_routes, measure
 from model_shapes import BENCH_SHAPES, LOGITS_SHAPES, Q4_K_M, SPREADS, ModelShape, plan_tensors
 from random_blocks import random_blocks
+from rewrite_gguf import rewrite
 
 from strata_nb import models
 from strata_nb.errors import ConfigError
@@ -64,7 +66,7 @@ def test_the_model_is_complete_and_every_layer_shows_in_its_logits(
     logits = []
     for each in (path, shorter):
         with GGUFFile.open(each) as file:
-            model = models.open_reference(file)
+            model = models.open_reference(file, models.describe(file))
             logits.append(model.forward(list(range(8)), model.new_state(8), "all"))
     assert 1 < logits[0].std() < 10
     assert np.abs(logits[0] - logits[1]).mean() > 0.1 * logits[0].std()
@@ -130,6 +132,44 @@ def test_rows_of_a_tensor_larger_than_a_tile_all_differ(
         assert (up != gate).any()
 
 
+def test_tensors_are_padded_as_by_the_writer_of_the_gguf_package(tmp_path: Path) -> None:
+    path, copy = tmp_path / "model.gguf", tmp_path / "copy.gguf"
+    odd = ModelShape("llama", 1, 0, 0, dim=3, ff=5, heads=1, kv_heads=1, head_dim=2, vocab=259)
+    make_model(path, odd, rules=[("*", TensorType.F16)])
+    rewrite(path, copy, keys={}, tensors={})
+    assert path.read_bytes() == copy.read_bytes()
+    with GGUFFile.open(path) as file:
+        assert all(tensor.size_bytes % 32 for tensor in file.tensors.values())
+
+
+def test_a_large_tensor_is_written_without_a_copy_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maker, "TILE_VALUES", 2**14)
+    path = tmp_path / "model.gguf"
+    tracemalloc.start()
+    try:
+        make_model(path, replace(TINY, experts=128))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    with GGUFFile.open(path) as file:
+        assert peak_bytes < file.tensors["blk.0.ffn_up_exps.weight"].size_bytes / 2
+
+
+def test_a_model_whose_writing_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(maker, "random_blocks", full)
+    (tmp_path / "model.gguf").write_bytes(b"older")
+    with pytest.raises(OSError, match="no space"):
+        make_model(tmp_path / "model.gguf", TINY)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"older"]
+
+
 def test_a_tied_head_leaves_the_output_matrix_out(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     make_model(path, replace(TINY, tied_head=True))
@@ -151,7 +191,7 @@ def test_skew_makes_some_experts_more_popular(tmp_path: Path) -> None:
 
 
 def test_the_vocabulary_of_another_file_is_taken_over(tmp_path: Path) -> None:
-    source, path = tmp_path / "source.gguf", tmp_path / "model.gguf"
+    source, path, copy = (tmp_path / name for name in ("source.gguf", "model.gguf", "copy.gguf"))
     writer = gguf.GGUFWriter(source, "llama")
     tokens = [*(f"token {i}".encode() for i in range(299)), b"\xe2\x82"]  # half a character
     writer.add_tokenizer_model("llama")
@@ -165,12 +205,16 @@ def test_the_vocabulary_of_another_file_is_taken_over(tmp_path: Path) -> None:
     writer.write_ti_data_to_file()
     writer.close()
     make_model(path, TINY, vocab_gguf=source)
+    rewrite(path, copy, keys={"general.name": ("copy", gguf.GGUFValueType.STRING)}, tensors={})
     with GGUFFile.open(source) as wanted, GGUFFile.open(path) as file:
         keys = [key for key in wanted.metadata if key.startswith("tokenizer.")]
         assert len(keys) == 6
         assert all(file.metadata.agrees(key, wanted.metadata) for key in keys)
         assert [key for key in file.metadata if key.startswith("tokenizer.")] == keys
         assert file.tensors["token_embd.weight"].shape == (300, 256)
+        with GGUFFile.open(copy) as rewritten:
+            assert rewritten.metadata["general.name"] == "copy"
+            assert all(rewritten.metadata.agrees(key, wanted.metadata) for key in keys)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from gguf import GGUFValueType
 from make_model import make_model
 from model_shapes import ModelShape
-from oracle_models import rewrite
+from rewrite_gguf import rewrite
 
 from strata_nb import models
 from strata_nb.errors import ConfigError, FileFormatError
@@ -78,7 +78,7 @@ def describe(path: Path) -> Description:
 
 def logits(path: Path) -> Floats:
     with GGUFFile.open(path) as file:
-        model = models.open_reference(file)
+        model = models.open_reference(file, models.describe(file))
         return model.forward([1, 2, 3, 4, 5], model.new_state(8), "all")
 
 
@@ -317,7 +317,7 @@ def test_a_context_beyond_the_sliding_window_is_refused(
     path = changed("llama", {"llama.attention.sliding_window": (6, U32)})
     assert describe(path).context == 6
     with GGUFFile.open(path) as file:
-        model = models.open_reference(file)
+        model = models.open_reference(file, models.describe(file))
         within = model.forward([1, 2, 3, 4, 5], model.new_state(6), "all")
         np.testing.assert_array_equal(within, logits(originals["llama"]))
         with pytest.raises(ConfigError, match=r"context of 7 cells: .* over the last 6"):

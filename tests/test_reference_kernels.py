@@ -1,4 +1,4 @@
-"""The numpy oracle against its formulas in float64, and against numbers known by hand."""
+"""The numpy reference against its formulas in float64, and against numbers known by hand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from strata_nb.formats import cache_type
 from strata_nb.kernels import reference
 from strata_nb.kernels.reference import Floats, RopeStyle
 
@@ -173,8 +174,10 @@ def test_int8_keys_are_within_half_a_step_of_each_groups_scale(length: int, grou
     x = normal(3, 5, length)
     x[..., length // 2 :] *= 100  # a group must not pay for another
     integers, scales = reference.quantise_kv(x)
-    assert integers.dtype == np.int8
     assert scales.shape == (3, 5, groups)
+    layout = cache_type("int8")
+    assert (integers.dtype, scales.dtype) == (layout.dtype, layout.scale_dtype)
+    assert integers.nbytes + scales.nbytes == 3 * 5 * layout.head_bytes(length)
     back = reference.dequantise_kv(integers, scales)
     for group in range(groups):
         part = slice(64 * group, min(length, 64 * (group + 1)))

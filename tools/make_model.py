@@ -40,10 +40,10 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from docopt import docopt
@@ -61,15 +61,19 @@ from model_shapes import (
 )
 from numpy.typing import NDArray
 from random_blocks import random_blocks
+from rewrite_gguf import Entry, add_entry, entry_of
 
 from strata_nb.errors import ConfigError, StrataError
-from strata_nb.formats import DEQUANTISABLE, TensorType, block_layout, can_dequantise, row_bytes
-from strata_nb.gguf import GGUFFile
+from strata_nb.formats import DEQUANTISABLE, TensorType, block_layout, row_bytes
+from strata_nb.gguf import DEFAULT_ALIGNMENT, GGUFFile
+from strata_nb.text.merging import BYTE_OF_SYMBOL
 
 # Larger tensors repeat this many random values, shifted by a step that is prime to their number of
 # blocks: 17 GiB of fresh random bytes would take minutes.
 TILE_VALUES = 2**24
 TILE_STEP = 7919
+
+Tiles = dict[tuple[TensorType, float], NDArray[np.uint8]]
 
 
 def make_model(
@@ -104,106 +108,78 @@ def make_model(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        tiles: dict[tuple[TensorType, float], NDArray[np.uint8]] = {}
-        for tensor in plan:
-            writer.write_tensor_data(_values(tensor, seed, tiles))
         writer.close()
+        tiles: Tiles = {}
+        with open(part, "ab") as out:
+            for tensor in plan:
+                out.write(bytes(-out.tell() % DEFAULT_ALIGNMENT))
+                for piece in _pieces(tensor, seed, tiles):
+                    out.write(piece.data)  # a large one is not copied on its way
+            out.write(bytes(-out.tell() % DEFAULT_ALIGNMENT))
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
-def _values(
-    tensor: PlannedTensor, seed: int, tiles: dict[tuple[TensorType, float], NDArray[np.uint8]]
-) -> NDArray[np.uint8]:
-    """Return the bytes of a tensor; `tiles` keeps what large tensors of a type have in common."""
+def _pieces(tensor: PlannedTensor, seed: int, tiles: Tiles) -> Iterator[NDArray[np.uint8]]:
+    """Yield the bytes of a tensor; `tiles` keeps what large tensors of a type have in common."""
     rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
     if tensor.normal:
         rows = tensor.mean + tensor.std * rng.standard_normal(tensor.shape)
         rows *= np.exp(tensor.row_skew * rng.standard_normal((*tensor.shape[:-1], 1)))
-        return rows.astype(np.float32).reshape(-1).view(np.uint8)
+        yield rows.astype(np.float32)
+        return
     layout = block_layout(tensor.kind)
     blocks = tensor.size_bytes // layout.size_bytes
     tile_blocks = TILE_VALUES // layout.values
     if blocks <= tile_blocks:
-        return random_blocks(tensor.kind, blocks, tensor.std, rng)
+        yield random_blocks(tensor.kind, blocks, tensor.std, rng)
+        return
     key = tensor.kind, tensor.std
     if key not in tiles:
         tile_rng = np.random.default_rng([seed, tensor.kind, int(tensor.std * 2**32)])
         tiles[key] = random_blocks(tensor.kind, tile_blocks, tensor.std, tile_rng)
     tile = tiles[key].reshape(tile_blocks, -1)
-    out = np.empty((blocks, layout.size_bytes), np.uint8)
     shift = int(rng.integers(tile_blocks))
     for start in range(0, blocks, tile_blocks):
         count = min(tile_blocks, blocks - start)
         shift = (shift + TILE_STEP) % tile_blocks
-        first = min(count, tile_blocks - shift)
-        out[start : start + first] = tile[shift : shift + first]
-        out[start + first : start + count] = tile[: count - first]
-    return out.reshape(-1)
+        yield tile[shift : shift + count]
+        yield tile[: max(0, shift + count - tile_blocks)]
 
 
-class _Entry(NamedTuple):
-    """A metadata value with its type, and that of its elements if it is an array."""
-
-    value: Any
-    type: GGUFValueType
-    of: GGUFValueType | None = None
-
-
-def _add_keys(writer: GGUFWriter, shape: ModelShape, vocabulary: Mapping[str, _Entry]) -> None:
+def _add_keys(writer: GGUFWriter, shape: ModelShape, vocabulary: Mapping[str, Entry]) -> None:
     writer.add_name(f"random {shape.architecture}")
     writer.add_quantization_version(2)
     for key, number in architecture_keys(shape).items():
         kind = GGUFValueType.FLOAT32 if isinstance(number, float) else GGUFValueType.UINT32
         writer.add_key_value(key, number, kind)
     for key, entry in vocabulary.items():
-        writer.add_key_value(key, entry.value, entry.type, entry.of)
+        add_entry(writer, key, entry)
 
 
-def _byte_vocabulary(size: int) -> dict[str, _Entry]:
+def _byte_vocabulary(size: int) -> dict[str, Entry]:
     """Return a vocabulary of the 256 byte symbols of GPT-2, one merge, placeholders and an end."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    symbols = [chr(byte) for byte in visible] + [chr(256 + i) for i in range(len(hidden))]
-    tokens = [*symbols, "he", *(f"<pad{i}>" for i in range(size - 258)), "<end>"]
+    tokens = [*BYTE_OF_SYMBOL, "he", *(f"<pad{i}>" for i in range(size - 258)), "<end>"]
     normal, control = 1, 3
     types = [normal] * (size - 1) + [control]
     return {
-        "tokenizer.ggml.model": _Entry("gpt2", GGUFValueType.STRING),
-        "tokenizer.ggml.pre": _Entry("gpt-2", GGUFValueType.STRING),
-        "tokenizer.ggml.tokens": _Entry(tokens, GGUFValueType.ARRAY, GGUFValueType.STRING),
-        "tokenizer.ggml.token_type": _Entry(types, GGUFValueType.ARRAY, GGUFValueType.INT32),
-        "tokenizer.ggml.merges": _Entry(["h e"], GGUFValueType.ARRAY, GGUFValueType.STRING),
-        "tokenizer.ggml.eos_token_id": _Entry(size - 1, GGUFValueType.UINT32),
-        "tokenizer.ggml.add_bos_token": _Entry(False, GGUFValueType.BOOL),
+        "tokenizer.ggml.model": Entry("gpt2", GGUFValueType.STRING),
+        "tokenizer.ggml.pre": Entry("gpt-2", GGUFValueType.STRING),
+        "tokenizer.ggml.tokens": Entry(tokens, GGUFValueType.ARRAY, GGUFValueType.STRING),
+        "tokenizer.ggml.token_type": Entry(types, GGUFValueType.ARRAY, GGUFValueType.INT32),
+        "tokenizer.ggml.merges": Entry(["h e"], GGUFValueType.ARRAY, GGUFValueType.STRING),
+        "tokenizer.ggml.eos_token_id": Entry(size - 1, GGUFValueType.UINT32),
+        "tokenizer.ggml.add_bos_token": Entry(False, GGUFValueType.BOOL),
     }
 
 
-def _vocabulary_of(path: str | os.PathLike[str]) -> dict[str, _Entry]:
+def _vocabulary_of(path: str | os.PathLike[str]) -> dict[str, Entry]:
     """Return everything about the tokenizer that a file says."""
     with GGUFFile.open(path) as file:
         metadata = file.metadata
         metadata.texts("tokenizer.ggml.tokens")  # refuses a file without tokens
-        return {
-            key: _entry(metadata[key], metadata.describe(key))
-            for key in metadata
-            if key.startswith("tokenizer.")
-        }
-
-
-def _entry(value: Any, described: str) -> _Entry:
-    """Return a value as the writer takes it; `described` is "uint32", "array of string", ..."""
-    kind = GGUFValueType[described.removeprefix("array of ").upper()]
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if kind == GGUFValueType.STRING:  # as bytes, because a token need not be UTF-8
-        strings = [value] if isinstance(value, str) else value
-        encoded = [text.encode("utf-8", "surrogateescape") for text in strings]
-        value = encoded[0] if isinstance(value, str) else encoded
-    if described.startswith("array of "):
-        return _Entry(value, GGUFValueType.ARRAY, kind)
-    return _Entry(value, kind)
+        return {key: entry_of(metadata, key) for key in metadata if key.startswith("tokenizer.")}
 
 
 # -- command line ----------------------------------------------------------------------------------
@@ -217,7 +193,7 @@ def _number(flag: str, text: str, kind: type[int] | type[float]) -> Any:
 
 
 def _type(name: str) -> TensorType:
-    if name not in TensorType.__members__ or not can_dequantise(TensorType[name]):
+    if name not in TensorType.__members__ or TensorType[name] not in DEQUANTISABLE:
         names = " ".join(kind.name for kind in sorted(DEQUANTISABLE))
         raise ConfigError(f"type {name}: not known", hint=f"one of {names}")
     return TensorType[name]

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from strata_nb.errors import ConfigError
-from strata_nb.formats import TensorType, block_layout, can_dequantise, tensor_bytes
+from strata_nb.formats import DEQUANTISABLE, TensorType, block_layout, tensor_bytes
 
 LEAST_VOCAB = 258  # 256 bytes, one merge, and the end
 
@@ -248,7 +248,7 @@ def _type_of(name: str, row: int, rules: Sequence[Rule]) -> TensorType:
     kind = next((kind for pattern, kind in rules if fnmatchcase(name, pattern)), None)
     if kind is None:
         raise ConfigError(f"{name}: no rule gives its type", hint="end with a rule for *")
-    if not can_dequantise(kind):
+    if kind not in DEQUANTISABLE:
         raise ConfigError(f"{name}: random {kind.name} blocks cannot be made")
     values = block_layout(kind).values
     if row % values:

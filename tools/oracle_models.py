@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf import GGUFValueType
 from make_model import make_model
 from model_shapes import LOGITS_SHAPES, ModelShape
+from rewrite_gguf import rewrite
 
 from strata_nb import models
 from strata_nb.formats import TensorType
@@ -28,8 +28,6 @@ from strata_nb.tokenizer import Tokenizer
 
 BATCH_ROWS = 256
 RANDOM_TOKENS = 96
-
-Number = tuple[Any, GGUFValueType]
 
 
 def make_llama_with_extras(path: str | os.PathLike[str]) -> None:
@@ -67,55 +65,6 @@ RANDOM_MODELS: dict[str, Callable[[str | os.PathLike[str]], None]] = {
 }
 
 
-def rewrite(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    keys: Mapping[str, Number | None],
-    tensors: Mapping[str, npt.NDArray[np.generic] | None],
-) -> None:
-    """Copy a GGUF file with other keys (value and type) and F32 tensors; None leaves one out."""
-    with GGUFFile.open(source) as file:
-        architecture = keys.get("general.architecture") or (file.architecture, None)
-        writer = GGUFWriter(Path(target), architecture[0])
-        for key in (*file.metadata, *(key for key in keys if key not in file.metadata)):
-            if key == "general.architecture":
-                continue
-            if key not in keys:
-                _copy_key(writer, file, key)
-            elif (entry := keys[key]) is not None:
-                _add_key(writer, key, *entry)
-        for name, info in file.tensors.items():
-            if name not in tensors:
-                raw = file.raw(name).reshape(*info.shape[:-1], -1)
-                writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType(int(info.type)))
-        for name, values in tensors.items():
-            if values is not None:
-                writer.add_tensor(name, values)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-
-
-def _copy_key(writer: GGUFWriter, file: GGUFFile, key: str) -> None:
-    value: Any = file.metadata[key]
-    described = file.metadata.describe(key)
-    kind = GGUFValueType[described.removeprefix("array of ").upper()]
-    if described.startswith("array of "):
-        writer.add_key_value(key, list(value), GGUFValueType.ARRAY, kind)
-    else:
-        writer.add_key_value(key, value, kind)
-
-
-def _add_key(writer: GGUFWriter, key: str, value: Any, kind: GGUFValueType) -> None:
-    """Add a value, or an array of them where `value` is a list."""
-    if isinstance(value, list):
-        writer.add_key_value(key, value, GGUFValueType.ARRAY, kind)
-    else:
-        writer.add_key_value(key, value, kind)
-
-
 def text_ids(file: GGUFFile, text: str | os.PathLike[str], count: int) -> npt.NDArray[np.int64]:
     """Return the first tokens of a text file, by the model's own tokenizer."""
     ids = Tokenizer.from_gguf(file).encode(Path(text).read_text(encoding="utf-8"))
@@ -131,7 +80,7 @@ def random_ids(file: GGUFFile, count: int) -> npt.NDArray[np.int64]:
 
 def float32_logits(file: GGUFFile, ids: npt.NDArray[np.int64]) -> Floats:
     """Return the logits (tokens, vocab) of this project's float32 forward."""
-    model = models.open_reference(file)
+    model = models.open_reference(file, models.describe(file))
     state = model.new_state(len(ids))
     batches = [ids[at : at + BATCH_ROWS].tolist() for at in range(0, len(ids), BATCH_ROWS)]
     return np.concatenate([model.forward(batch, state, "all") for batch in batches])

@@ -47,7 +47,8 @@ def options_of(usage: str) -> dict[str, Option]:
         parts = [part.split() for part in match["flags"].split(", ")]
         name = [part[0] for part in parts if part[0].startswith("--")][-1]
         takes_value = any(len(part) == 2 for part in parts)
-        option = Option(name, takes_value, f"[{name} " in usage and "]..." in usage)
+        repeatable = re.search(rf"\[{name} [A-Z]+\]\.\.\.", usage) is not None
+        option = Option(name, takes_value, repeatable)
         found.update((part[0], option) for part in parts)
     return found
 
@@ -152,6 +153,8 @@ class Arguments:
         if text is None:
             return None
         try:
+            if "_" in text:  # Python's own way to group digits
+                raise ValueError(text)
             return float(text)
         except ValueError:
             raise ConfigError(
@@ -211,7 +214,8 @@ def options_from(arguments: Arguments, model: str | None = None) -> Options:
 
 
 def sampling_from(arguments: Arguments) -> Sampling:
-    """Return the Sampling that the flags of `arguments` ask for."""
+    """Return the Sampling that the flags of `arguments` ask for; --seed -1 draws one."""
+    seed = arguments.integer("--seed")
     return Sampling(
         **_given(
             temperature=arguments.real("--temp"),
@@ -222,13 +226,15 @@ def sampling_from(arguments: Arguments) -> Sampling:
             presence_penalty=arguments.real("--presence-penalty"),
             frequency_penalty=arguments.real("--frequency-penalty"),
             repeat_last_n=arguments.integer("--repeat-last-n"),
-            seed=arguments.integer("--seed"),
+            seed=None if seed == -1 else seed,
         )
     )
 
 
 def read_text_file(flag: str, path: str) -> str:
     """Return the UTF-8 text of a file, `-` for stdin; ConfigError says what is wrong where."""
+    if path == "-" and sys.stdin is None:
+        raise ConfigError(f"{flag} -: stdin is closed", hint="send a text to stdin")
     try:
         content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:

@@ -6,20 +6,21 @@ of it stays: it is rewound to the first token that differs, and only the rest is
 
 from __future__ import annotations
 
+import io
 import sys
 
 from strata_nb.chat import encode_chat
 from strata_nb.commands.answer import (
-    Figures,
-    check_writable,
     max_tokens_from,
-    open_engine,
     read_prompt,
-    template_from,
+    reported,
+    stops_from,
     write_answer,
-    write_stats,
 )
 from strata_nb.commands.arguments import Arguments, sampling_from
+from strata_nb.commands.figures import Figures
+from strata_nb.commands.opening import TemplateChoice, open_engine
+from strata_nb.commands.output_files import output_file
 from strata_nb.commands.terminal import note, warn
 from strata_nb.engine import Session
 from strata_nb.errors import ConfigError, StrataError
@@ -30,7 +31,8 @@ PROMPT = "> "
 def shared_prefix(session: Session, ids: list[int]) -> int:
     """Return how many of the first tokens the session and `ids` share, leaving one to read."""
     limit = min(session.position, len(ids) - 1)
-    return next((n for n in range(limit) if session.ids[n] != ids[n]), limit)
+    earlier = session.ids
+    return next((n for n in range(limit) if earlier[n] != ids[n]), limit)
 
 
 def read_line(interactive: bool) -> str | None:
@@ -38,6 +40,7 @@ def read_line(interactive: bool) -> str | None:
     if interactive:
         sys.stderr.write(PROMPT)
         sys.stderr.flush()
+    line = ""
     try:
         line = sys.stdin.readline()
     except UnicodeDecodeError as error:
@@ -45,6 +48,9 @@ def read_line(interactive: bool) -> str | None:
             f"the message is not UTF-8 text: byte {error.object[error.start]:#04x}",
             hint="check the terminal's encoding",
         ) from None
+    finally:
+        if interactive and not line:
+            note("")  # ends the line of the prompt
     return line.rstrip("\r\n") if line else None
 
 
@@ -52,20 +58,24 @@ def run(arguments: Arguments) -> int:
     """Run the command; returns 0 when the input ends."""
     sampling = sampling_from(arguments)
     max_tokens = max_tokens_from(arguments, None)
-    stats = check_writable(arguments, "--stats-json")
+    stops = stops_from(arguments)
+    stats = output_file(arguments, "--stats-json")
+    choice = TemplateChoice.from_flags(arguments)
     system = arguments.text("--system")
     opening = [] if system is None else [{"role": "system", "content": system}]
+    if not isinstance(sys.stdin, io.TextIOWrapper):
+        raise ConfigError("stdin is closed", hint="chat reads its messages from stdin")
+    sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     interactive = sys.stdin.isatty()
-    sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
     with open_engine(arguments) as engine:
-        template = template_from(arguments, engine)
+        template = choice.of(engine)
         figures = Figures(load_s=engine.load_s)
         session = engine.session()
         messages = list(opening)
         warned: set[str] = set()
         if interactive:
             note("a line is a message; /reset forgets the conversation, /exit ends")
-        try:
+        with reported(figures, engine, stats):
             while (line := read_line(interactive)) is not None and line.strip() != "/exit":
                 if line.strip() == "/reset":
                     messages = list(opening)
@@ -73,32 +83,27 @@ def run(arguments: Arguments) -> int:
                 if not line.strip():
                     continue
                 turn = [*messages, {"role": "user", "content": line}]
+                earlier_s = figures.prompt_s
                 try:
                     ids, warnings = encode_chat(engine.tokenizer, template, turn)
                     for warning in set(warnings) - warned:
                         warn(warning)
                     warned.update(warnings)
-                    session.rewind(shared_prefix(session, ids))
-                    earlier_s = figures.prompt_s
-                    read_prompt(
-                        session, ids[session.position :], figures, arguments.flag("--verbose")
-                    )
+                    new = ids[session.rewind(shared_prefix(session, ids)) :]
+                    read_prompt(session, new, figures, arguments.flag("--verbose"))
                 except StrataError as error:
                     if not interactive:
                         raise
                     # The message is dropped and the conversation goes on as it was.
-                    hint = error.hint or "/reset forgets the conversation"
-                    note(f"{error.message}\nhint: {hint}")
+                    note(error.message)
+                    note(f"hint: {error.hint or '/reset forgets the conversation'}")
                     continue
                 generation = session.generate(
                     max_tokens=max_tokens,
                     sampling=sampling,
-                    stop=arguments.texts("--stop"),
+                    stop=stops,
                     ignore_eos=arguments.flag("--ignore-eos"),
                 )
                 answer = write_answer(generation, figures, figures.prompt_s - earlier_s)
                 messages = [*turn, {"role": "assistant", "content": answer}]
-        finally:
-            note(figures.line())
-            write_stats(stats, figures, engine)
     return 0

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from strata_nb.chat import encode_chat
 from strata_nb.commands.answer import (
-    Figures,
-    check_writable,
     max_tokens_from,
-    open_engine,
     read_prompt,
-    template_from,
+    reported,
+    stops_from,
     write_answer,
-    write_stats,
 )
 from strata_nb.commands.arguments import Arguments, sampling_from, text_from
+from strata_nb.commands.figures import Figures
+from strata_nb.commands.opening import TemplateChoice, open_engine
+from strata_nb.commands.output_files import output_file
 from strata_nb.commands.terminal import note, warn
 from strata_nb.engine import Engine
 from strata_nb.errors import ConfigError
@@ -21,30 +21,26 @@ from strata_nb.errors import ConfigError
 DEFAULT_MAX_TOKENS = 256
 
 
-def prompt_ids(arguments: Arguments, engine: Engine, prompt: str) -> list[int]:
-    """Return the tokens to continue; an empty prompt begins at the model's first token."""
-    flags = ("--system", "--chat-template", "--chat-template-file")
-    if any(arguments.text(flag) is not None for flag in flags):
-        system = arguments.text("--system")
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        messages.append({"role": "user", "content": prompt})
-        template = template_from(arguments, engine)
-        ids, warnings = encode_chat(engine.tokenizer, template, messages)
-        for warning in warnings:
-            warn(warning)
-        return ids
-    ids = engine.encode(prompt, add_special=True)
-    if ids:
-        return ids
-    tokenizer = engine.tokenizer
-    first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-    if first is None:
-        raise ConfigError(
-            "the prompt is empty and the model has no token that begins a text",
-            hint="give a prompt of at least one character",
+def _chat_ids(engine: Engine, choice: TemplateChoice, system: str | None, prompt: str) -> list[int]:
+    messages = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    ids, warnings = encode_chat(engine.tokenizer, choice.of(engine), messages)
+    for warning in warnings:
+        warn(warning)
+    return ids
+
+
+def _plain_ids(engine: Engine, prompt: str, parse_special: bool) -> list[int]:
+    if not prompt:
+        note("the prompt is empty: starting from the token that begins a text")
+    control = [text for text in engine.tokenizer.control_texts if text in prompt]
+    if control and not parse_special:
+        note(
+            f"{control[0]} in the prompt is read as plain text: --parse-special reads it as a "
+            "token, --chat-template auto writes the model's own"
         )
-    note(f"the prompt is empty: starting from {tokenizer.text(first)}")
-    return [first]
+    return engine.encode_prompt(prompt, parse_special)
 
 
 def run(arguments: Arguments) -> int:
@@ -56,21 +52,31 @@ def run(arguments: Arguments) -> int:
         prompt = prompt.removesuffix("\n")
     sampling = sampling_from(arguments)
     max_tokens = max_tokens_from(arguments, DEFAULT_MAX_TOKENS)
-    stats = check_writable(arguments, "--stats-json")
+    stops = stops_from(arguments)
+    stats = output_file(arguments, "--stats-json")
+    system = arguments.text("--system")
+    choice = TemplateChoice.from_flags(arguments)
+    as_chat = choice.asked_for or system is not None
+    parse_special = arguments.flag("--parse-special")
+    if as_chat and parse_special:
+        raise ConfigError(
+            "--parse-special: not with a chat template, which alone writes control tokens",
+            hint="leave one of them out",
+        )
     with open_engine(arguments) as engine:
+        if as_chat:
+            ids = _chat_ids(engine, choice, system, prompt)
+        else:
+            ids = _plain_ids(engine, prompt, parse_special)
         figures = Figures(load_s=engine.load_s)
-        ids = prompt_ids(arguments, engine, prompt)
         session = engine.session()
-        try:
+        with reported(figures, engine, stats):
             read_prompt(session, ids, figures, arguments.flag("--verbose"))
             generation = session.generate(
                 max_tokens=max_tokens,
                 sampling=sampling,
-                stop=arguments.texts("--stop"),
+                stop=stops,
                 ignore_eos=arguments.flag("--ignore-eos"),
             )
             write_answer(generation, figures, figures.prompt_s)
-        finally:
-            note(figures.line())
-            write_stats(stats, figures, engine)
     return 0

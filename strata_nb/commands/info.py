@@ -1,6 +1,7 @@
-"""`strata_nb info`: what is in a file, and what would fit where, as a sum line by line.
+"""`strata_nb info`: what is in a file, whether it can run, and what would fit where.
 
-The sum is arithmetic over the file's own sizes, not a measurement: what the card must hold (dense
+What is in the file is shown of every file that is not damaged; why it cannot run comes last. The
+sums are arithmetic over the file's own sizes, not measurements: what the card must hold (dense
 weights, K/V of the context, a reserve), and how many experts fit into the rest.
 """
 
@@ -11,52 +12,107 @@ from collections.abc import Iterator
 
 from strata_nb import cpu, models
 from strata_nb.commands.arguments import Arguments, options_from
-from strata_nb.errors import ConfigError
+from strata_nb.errors import ConfigError, FileFormatError
 from strata_nb.gguf import GGUFFile
 from strata_nb.models import Description
-from strata_nb.options import DEFAULT_CONTEXT_LIMIT
+from strata_nb.models.description import bytes_text
+from strata_nb.models.weights import Kept, tensors_to_keep, usual_budget_bytes
+from strata_nb.options import DEFAULT_CONTEXT_LIMIT, Options
+from strata_nb.text.vocabulary import read_vocabulary
 
 GIB = 2**30
 MIB = 2**20
 RESERVE_BYTES = 700 * MIB  # left free on a card for other programs and the driver's own needs
 CARDS_BYTES = tuple(gib * GIB for gib in (8, 12, 16, 24))
 SHOWN_VALUES = 6  # of an array
+USUAL_CACHE_TYPE = "f16"  # of a card; the float32 forward's own choice is f32
 
 
-def size(count: int) -> str:
-    """Return a number of bytes in the unit that people read."""
-    if count >= GIB:
-        return f"{count / GIB:.2f} GiB"
-    return f"{count / MIB:.1f} MiB" if count >= MIB else f"{count / 1024:.1f} KiB"
+def run(arguments: Arguments) -> int:
+    """Run the command; returns 0, also for a file that cannot run. Everything goes to stdout.
+
+    FileFormatError for a damaged file, ConfigError for options that do not fit the model; then
+    nothing was printed.
+    """
+    options = _options(arguments)
+    card = arguments.size_bytes("--vram")
+    lines: list[str] = []
+    with GGUFFile.open(options.model) as file:
+        lines += file_lines(file)
+        if arguments.flag("--keys"):
+            lines += (f"  {key} = {_value(value)}" for key, value in file.metadata.items())
+        if arguments.flag("--tensors"):
+            lines += tensor_lines(file)
+        try:
+            model = _understand(file)
+        except FileFormatError as error:
+            lines.append(f"cannot run: {error.reason}")
+            lines += [f"hint: {error.hint}"] if error.hint else []
+        else:
+            lines += model_lines(model)
+            lines += sum_lines(file, model, options, CARDS_BYTES if card is None else (card,))
+    print("\n".join(lines))
+    return 0
 
 
-def _value(value: object) -> str:
-    """Return a metadata value on one line, an array by its length and first values."""
-    if isinstance(value, str):
-        return repr(value if len(value) <= 100 else value[:97] + "...")
-    if not hasattr(value, "__len__"):
-        return str(value)
-    first = ", ".join(repr(value[n]) for n in range(min(len(value), SHOWN_VALUES)))  # type: ignore[index]
-    return f"[{len(value)}] {first}" + (", ..." if len(value) > SHOWN_VALUES else "")
+def _options(arguments: Arguments) -> Options:
+    usage = "strata_nb info FILE"
+    try:
+        name, flag = arguments.path("FILE"), arguments.path("--model")
+    except ConfigError as error:  # an empty name
+        raise ConfigError(error.message, hint=usage) from None
+    if (name is None) == (flag is None):
+        raise ConfigError("info needs one file", hint=usage)
+    return options_from(arguments, model=name or flag)
+
+
+def _understand(file: GGUFFile) -> Description:
+    """Return what the model is; FileFormatError says why the engine would refuse the file."""
+    if not file.tensors:
+        held = "a vocabulary only" if "tokenizer.ggml.tokens" in file.metadata else "metadata only"
+        raise FileFormatError(
+            file.path, None, f"no tensors: {held}", hint="name the file with the model's weights"
+        )
+    model = models.describe(file)
+    read_vocabulary(file)
+    return model
 
 
 def file_lines(file: GGUFFile) -> Iterator[str]:
-    """Yield what the file is: shards, version, tensors by type."""
+    """Yield what the file says of itself; nothing of it has to be understood."""
     shards = f", {len(file.shards)} shards" if len(file.shards) > 1 else ""
-    yield f"file          {file.path.name}: GGUF v{file.version}, {size(file.size_bytes)}{shards}"
+    size = bytes_text(file.size_bytes)
+    yield f"file          {_plain(file.path.name)}: GGUF v{file.version}, {size}{shards}"
     count: Counter[str] = Counter()
     held: defaultdict[str, int] = defaultdict(int)
     for tensor in file.tensors.values():
         count[tensor.type.name] += 1
         held[tensor.type.name] += tensor.size_bytes
-    types = ", ".join(f"{count[name]} {name} ({size(held[name])})" for name in sorted(count))
+    types = ", ".join(f"{count[name]} {name} ({bytes_text(held[name])})" for name in sorted(count))
     yield f"tensors       {len(file.tensors)}: {types or 'none'}"
+    metadata = file.metadata
+    name = _plain(metadata.get("general.name") or "unnamed")
+    yield f"model         {name}, architecture {_plain(metadata.get('general.architecture'))}"
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    parts = [
+        _plain(metadata.get("tokenizer.ggml.model")),
+        f"pre-tokenizer {_plain(metadata.get('tokenizer.ggml.pre'))}",
+        f"{len(tokens) if isinstance(tokens, list) else 'no'} tokens",
+        f"chat template {'yes' if 'tokenizer.chat_template' in metadata else 'no'}",
+    ]
+    yield "tokenizer     " + ", ".join(parts)
+
+
+def tensor_lines(file: GGUFFile) -> Iterator[str]:
+    """Yield a line for each tensor."""
+    for tensor in file.tensors.values():
+        shape = " x ".join(str(extent) for extent in tensor.shape)
+        yield f"  {tensor.name}  {tensor.type.name}  {shape}  {bytes_text(tensor.size_bytes)}"
 
 
 def model_lines(model: Description) -> Iterator[str]:
     """Yield what the model is."""
-    name = model.name or "unnamed"
-    yield f"model         {name}: {model.architecture}, {model.parameters:,} values"
+    yield f"parameters    {model.parameters:,}"
     yield (
         f"layers        {model.layers} of width {model.width}; attention {model.heads} heads, "
         f"{model.kv_heads} for K/V, of {model.key_length}"
@@ -71,76 +127,99 @@ def model_lines(model: Description) -> Iterator[str]:
         yield f"feed-forward  inner width {model.ff_width}, no experts"
     head = "tied to the embedding" if model.tied_head else "of its own"
     yield f"vocabulary    {model.vocab_size} tokens, head {head}"
-    yield f"context       {model.context} tokens trained"
+    if model.context == model.sliding_window:
+        yield f"context       {model.context} tokens: its sliding window; more is refused"
+    else:
+        yield f"context       {model.context} tokens trained"
 
 
 def sum_lines(
-    model: Description, cells: int, type_k: str, type_v: str, cards_bytes: tuple[int, ...]
+    file: GGUFFile, model: Description, options: Options, cards_bytes: tuple[int, ...]
 ) -> Iterator[str]:
-    """Yield what host memory and each card would hold, line by line."""
-    kv = model.kv_bytes_per_cell(type_k, type_v) * cells
-    everything = model.dense_bytes + model.expert_bytes
-    single = max(model.one_expert_bytes, default=0)
-    yield "what it takes"
-    yield f"  dense weights         {size(model.dense_bytes):>11}"
-    if model.expert_bytes:
-        count = model.experts * model.layers
-        each = f"{count} of at most {size(single)}"
-        yield f"  experts               {size(model.expert_bytes):>11}   {each}"
-    kinds = type_k if type_k == type_v else f"{type_k} and {type_v}"
-    yield f"  K/V                   {size(kv):>11}   {cells} cells in {kinds}"
-    yield f"  sum                   {size(everything + kv):>11}"
-    yield "as float32 (--device reference)"
-    yield f"  weights               {size(4 * model.parameters):>11}"
-    yield f"  host memory available {size(cpu.available_memory_bytes()):>11}"
-    for card in cards_bytes:
-        yield f"a card of {size(card)}"
-        free = card
-        for label, taken in (
-            ("reserve", RESERVE_BYTES),
-            ("dense weights", model.dense_bytes),
-            ("K/V", kv),
-        ):
-            free -= taken
-            yield f"  - {label:<19} {size(taken):>11}"
-        if free < 0:
-            yield f"  = too small by        {size(-free):>11}"
-            continue
-        yield f"  = left                {size(free):>11}"
-        if model.expert_bytes:
-            fitting = 0
-            for one in sorted(one for one in model.one_expert_bytes for _ in range(model.experts)):
-                free -= one
-                if free < 0:
-                    break
-                fitting += 1
-            count = model.experts * model.layers
-            yield f"  experts that fit      {fitting} of {count} ({100 * fitting / count:.0f}%)"
+    """Yield what host memory and each card would hold, line by line.
 
-
-def run(arguments: Arguments) -> int:
-    """Run the command; returns 0. Everything goes to stdout."""
-    name, flag = arguments.path("FILE"), arguments.path("--model")
-    if (name is None) == (flag is None):
-        raise ConfigError("info needs one file", hint="strata_nb info FILE")
-    options = options_from(arguments, model=name or flag)
-    card = arguments.size_bytes("--vram")
-    with GGUFFile.open(options.model) as file:
-        for line in file_lines(file):
-            print(line)
-        if arguments.flag("--keys"):
-            for key, value in file.metadata.items():
-                print(f"  {key} = {_value(value)}")
-        if arguments.flag("--tensors"):
-            for tensor in file.tensors.values():
-                shape = " x ".join(str(extent) for extent in tensor.shape)
-                print(f"  {tensor.name}  {tensor.type.name}  {shape}  {size(tensor.size_bytes)}")
-        model = models.describe(file)
-    for line in model_lines(model):
-        print(line)
+    ConfigError for a context that the model cannot use.
+    """
     cells = options.ctx_size or min(model.context, DEFAULT_CONTEXT_LIMIT)
-    cards = CARDS_BYTES if card is None else (card,)
-    type_k, type_v = options.cache_type_k or "f16", options.cache_type_v or "f16"
-    for line in sum_lines(model, cells, type_k, type_v, cards):
-        print(line)
-    return 0
+    model.check_context(cells)
+    kv_bytes, kv_text = _kv(model, cells, options, USUAL_CACHE_TYPE)
+    everything = model.dense_bytes + model.expert_bytes
+    yield "what it takes"
+    yield _sum_line("dense weights", model.dense_bytes)
+    if model.expert_bytes:
+        largest = bytes_text(max(model.one_expert_bytes))
+        each = f"{model.experts * model.layers} of at most {largest}"
+        yield _sum_line("experts", model.expert_bytes, each)
+    yield _sum_line("K/V", kv_bytes, kv_text)
+    yield _sum_line("sum", everything + kv_bytes)
+    available = cpu.available_memory_bytes()
+    kept = tensors_to_keep(file.tensors, usual_budget_bytes(available))
+    yield from float32_lines(kept, *_kv(model, cells, options, "f32"), available)
+    for card_bytes in cards_bytes:
+        yield from card_lines(model, kv_bytes, card_bytes)
+
+
+def float32_lines(kept: Kept, kv_bytes: int, kv_text: str, available: int) -> Iterator[str]:
+    """Yield what the reference device takes of the memory available, and whether that will do."""
+    yield "as float32 (--device reference)"
+    yield _sum_line("weights", kept.all_bytes)
+    yield _sum_line("K/V", kv_bytes, kv_text)
+    yield _sum_line("sum", kept.all_bytes + kv_bytes)
+    yield _sum_line("memory available", available)
+    left = available - kept.size_bytes - kv_bytes
+    if left < 0:
+        yield _sum_line("= too small by", -left)
+    elif kept.everything:
+        yield _sum_line("= left", left)
+    else:
+        yield from (f"  = slow: {warning}" for warning in kept.warnings)
+
+
+def card_lines(model: Description, kv_bytes: int, card_bytes: int) -> Iterator[str]:
+    """Yield what a card would hold, and how many experts fit into the rest."""
+    yield f"a card of {bytes_text(card_bytes)}"
+    yield _sum_line("- reserve", RESERVE_BYTES)
+    yield _sum_line("- dense weights", model.dense_bytes)
+    yield _sum_line("- K/V", kv_bytes)
+    left = card_bytes - RESERVE_BYTES - model.dense_bytes - kv_bytes
+    if left < 0:
+        yield _sum_line("= too small by", -left)
+        return
+    yield _sum_line("= left", left)
+    if model.expert_bytes:
+        fitting = 0
+        for one in sorted(one for one in model.one_expert_bytes for _ in range(model.experts)):
+            left -= one
+            if left < 0:
+                break
+            fitting += 1
+        count = model.experts * model.layers
+        yield f"  experts that fit      {fitting} of {count} ({100 * fitting / count:.0f}%)"
+
+
+def _kv(model: Description, cells: int, options: Options, usual: str) -> tuple[int, str]:
+    """Return the bytes of the K/V, and what they are for."""
+    type_k, type_v = options.cache_type_k or usual, options.cache_type_v or usual
+    kinds = type_k if type_k == type_v else f"{type_k} and {type_v}"
+    return model.kv_bytes_per_cell(type_k, type_v) * cells, f"{cells} cells in {kinds}"
+
+
+def _sum_line(label: str, count: int, remark: str = "") -> str:
+    return f"  {label:<21} {bytes_text(count):>11}" + (f"   {remark}" if remark else "")
+
+
+def _value(value: object) -> str:
+    """Return a metadata value on one line, an array by its length and first values."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= 100 else value[:97] + "...")
+    if not hasattr(value, "__len__"):
+        return str(value)
+    first = ", ".join(repr(value[n]) for n in range(min(len(value), SHOWN_VALUES)))  # type: ignore[index]
+    return f"[{len(value)}] {first}" + (", ..." if len(value) > SHOWN_VALUES else "")
+
+
+def _plain(value: object) -> str:
+    """Return a value of any type in a line of text: a file may call itself anything."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) and value.isprintable() else _value(value)

@@ -2,34 +2,90 @@
 
 from __future__ import annotations
 
-import json
+import sys
 import time
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from strata_nb.commands.answer import STATS_SCHEMA, check_writable, replace_file
 from strata_nb.commands.arguments import Arguments, options_from, read_text_file
-from strata_nb.commands.terminal import note, progress_bar, warn
+from strata_nb.commands.figures import STATS_SCHEMA, write_json
+from strata_nb.commands.logits_file import LogitsReader, LogitsWriter
+from strata_nb.commands.opening import open_engine
+from strata_nb.commands.output_files import output_file, whole_file
+from strata_nb.commands.terminal import note, progress_bar
 from strata_nb.engine import Engine
 from strata_nb.errors import ConfigError
-from strata_nb.perplexity import LogitsReader, LogitsWriter, Score, chunks, scored_rows
+from strata_nb.perplexity import Chunks, Score, cut, scored_rows
 
 DEFAULT_CHUNK = 512  # tokens
 
 
-def _check_same_text(base: LogitsReader, ids: list[int], chunk: int) -> None:
-    if base.chunk != chunk:
+def _in_common(base: LogitsReader, chunks: Chunks, vocab: int) -> Chunks:
+    """Return the chunks that this run and the base both have; refuse another text or model."""
+    theirs = base.chunks
+    if base.vocab != vocab:
         raise ConfigError(
-            f"--kl-base was made with chunks of {base.chunk} tokens, this run has {chunk}",
-            hint=f"give --ctx-size {base.chunk}",
+            f"--kl-base has {base.vocab} logits a token, this model {vocab}",
+            hint="compare models with the same vocabulary",
         )
-    if base.ids != ids:
+    if theirs.length != chunks.length:
         raise ConfigError(
-            f"--kl-base was made from another text or vocabulary: {len(base.ids)} tokens there, "
-            f"{len(ids)} here",
-            hint="compare runs over the same text with the same tokens",
+            f"--kl-base was made with chunks of {theirs.length} tokens, this run has "
+            f"{chunks.length}",
+            hint=f"give the same text and --ctx-size {theirs.length}",
         )
+    common = chunks.head(theirs.count)
+    pairs = zip(theirs.ids, common.ids, strict=False)
+    for place, (there, here) in enumerate(pairs):
+        if there != here:
+            raise ConfigError(
+                f"--kl-base was made from another text or vocabulary: token {place} is {there} "
+                f"there, {here} here",
+                hint="compare runs over the same text with the same tokens",
+            )
+    if theirs.count != chunks.count:
+        note(
+            f"--kl-base has {theirs.count} chunks, this run {chunks.count}: comparing the first "
+            f"{common.count}"
+        )
+    return common
+
+
+@contextmanager
+def _reported(
+    score: Score, chunks: Chunks, engine: Engine, save: Path | None, stats: Path | None
+) -> Iterator[None]:
+    """Print what was measured in the block, also where it was interrupted or failed half way."""
+    started = time.perf_counter()
+    whole = False
+    try:
+        yield
+        whole = True
+    finally:
+        took = time.perf_counter() - started
+        done = len(score.chunks)
+        if not whole:
+            left_out = "" if save is None else f"; {save} is written only by a whole run"
+            note(f"stopped after {done} of {chunks.count} chunks{left_out}")
+        if done:
+            for line in score.lines():
+                print(line)
+            sys.stdout.flush()
+            read = done * chunks.length
+            note(f"{read} tokens in {done} chunks, {read / took:.1f} tok/s")
+            content = {
+                "schema": STATS_SCHEMA,
+                "model": engine.description.name,
+                "device": engine.device,
+                "threads": engine.threads,
+                "ctx_size": engine.ctx_size,
+                "load_s": engine.load_s,
+                "prompt_tokens": read,
+                "prompt_tps": read / took,
+                **score.figures(),
+            }
+            write_json(stats, content)
 
 
 def run(arguments: Arguments) -> int:
@@ -40,56 +96,34 @@ def run(arguments: Arguments) -> int:
     most = arguments.integer("--chunks")
     if most is not None and most < 1:
         raise ConfigError(f"--chunks {most}: not usable", hint="1 or more")
-    options = options_from(arguments)
-    chunk = options.ctx_size or DEFAULT_CHUNK
-    if chunk < 2:
-        raise ConfigError(f"--ctx-size {chunk}: a chunk has at least 2 tokens", hint="512 is usual")
-    save = check_writable(arguments, "--save-logits")
-    stats = check_writable(arguments, "--stats-json")
+    length = options_from(arguments).ctx_size or DEFAULT_CHUNK
+    if length < 2:
+        raise ConfigError(
+            f"--ctx-size {length}: a chunk has at least 2 tokens", hint="512 is usual"
+        )
+    save = output_file(arguments, "--save-logits")
+    stats = output_file(arguments, "--stats-json")
     base_name = arguments.path("--kl-base")
-    text = read_text_file("--file", name)
+    text = read_text_file("--file", name).removesuffix("\n")  # as llama.cpp's tool does
     with ExitStack() as stack:
         base = None
         if base_name is not None:
-            base = stack.enter_context(closing(LogitsReader(Path(base_name))))
-        with progress_bar("loading", unit="bytes") as progress:
-            engine = Engine.open(replace(options, ctx_size=chunk), progress=progress)
-        stack.enter_context(engine)
-        for warning in engine.warnings:
-            warn(warning)
-        ids = engine.encode(text, add_special=True)
+            base = stack.enter_context(LogitsReader(Path(base_name)))
+        engine = stack.enter_context(open_engine(arguments, ctx_size=length))
+        vocab = engine.description.vocab_size
+        chunks = cut(engine.encode_prompt(text), length, most)
         if base is not None:
-            _check_same_text(base, ids, chunk)
+            chunks = _in_common(base, chunks, vocab)
         writer = None
         if save is not None:
-            writer = stack.enter_context(LogitsWriter(save, ids, chunk))
-        score = Score()
-        started = time.perf_counter()
-        pieces = chunks(ids, chunk, most)
-        with progress_bar("scoring", unit="chunks") as progress:
-            rows = scored_rows(engine, ids, chunk, most)
-            for number, (logits, following) in enumerate(rows):
-                score.add(
-                    logits,
-                    following,
-                    None if base is None else base.logits(number, logits.shape),
-                )
-                if writer is not None:
-                    writer.add(logits)
-                if progress is not None:
-                    progress(number + 1, len(pieces))
-        took = time.perf_counter() - started
-    for line in score.lines():
-        print(line)
-    read = sum(end - start for start, end in pieces)
-    note(f"{read} tokens in {len(pieces)} chunks, {read / took:.1f} tok/s")
-    if stats is not None:
-        content = {
-            "schema": STATS_SCHEMA,
-            "load_s": engine.load_s,
-            "prompt_tokens": read,
-            "prompt_tps": read / took,
-            **score.figures(),
-        }
-        replace_file(stats, json.dumps(content, indent=2) + "\n")
+            writer = LogitsWriter(stack.enter_context(whole_file(save)), chunks, vocab)
+        score = Score(chunks.count)
+        stack.enter_context(_reported(score, chunks, engine, save, stats))
+        progress = stack.enter_context(progress_bar("scoring", unit="chunks"))
+        for number, (logits, following) in enumerate(scored_rows(engine, chunks)):
+            score.add(logits, following, None if base is None else base.rows(number))
+            if writer is not None:
+                writer.add(logits)
+            if progress is not None:
+                progress(number + 1, chunks.count)
     return 0

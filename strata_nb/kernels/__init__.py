@@ -1,1 +1,1 @@
-"""Compute: the numpy oracle of every kernel."""
+"""Compute: the numpy reference of every kernel."""

@@ -1,4 +1,4 @@
-"""The numpy oracle: what every kernel must compute, in float32 and in the plainest form.
+"""The numpy reference: what every kernel must compute, in float32 and in the plainest form.
 
 Arrays are float32 and rows come first: `x` is (rows, columns), a weight is (columns out, columns
 in) as it lies in the file, keys and values are (K/V heads, cells, head length). Nothing here knows
@@ -14,12 +14,15 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from strata_nb.formats import CACHE_TYPES
+
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 RopeStyle = Literal["pairs", "halves"]
 
-KV_GROUP = 64  # values of one head that share a scale in an int8 K/V cache
 ATTENTION_BLOCK = 32  # rows that read the K/V cells before them in one product
+
+_INT8 = CACHE_TYPES["int8"]
 
 
 def matmul(x: Floats, weight: Floats) -> Floats:
@@ -179,15 +182,15 @@ def expert_mixture(
 
 
 def quantise_kv(x: Floats) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
-    """Quantise heads x (..., head length) to int8 with one float16 scale per 64 values.
+    """Quantise heads x (..., head length) to int8 with a float16 scale per group of values.
 
-    Returns the integers (..., head length), within -127 .. 127, and the scales (..., groups) with
-    groups = ceil(head length / 64); the last group is shorter where 64 does not divide the length.
+    Returns the integers (..., head length), within -127 .. 127, and the scales (..., groups); the
+    groups are those of the cache type int8.
     scale = largest magnitude / 127 rounded to float16; integer = x / that scale, to nearest even.
     A magnitude above 127 x 65504, or one that is not finite, gives a scale that is not finite, so
     that it shows as NaN in what is read back instead of passing as a large number.
     """
-    starts = np.arange(0, x.shape[-1], KV_GROUP)
+    starts = np.arange(0, x.shape[-1], _INT8.group)
     largest = np.maximum.reduceat(np.abs(x), starts, axis=-1)
     with np.errstate(over="ignore", under="ignore"):
         scales = (largest / np.float32(127)).astype(np.float16)
@@ -205,4 +208,4 @@ def dequantise_kv(integers: npt.NDArray[np.int8], scales: npt.NDArray[np.float16
 
 def _spread_scales(scales: npt.NDArray[np.float16], head_length: int) -> Floats:
     """Repeat each group's scale for its values: (..., groups) to (..., head length)."""
-    return np.repeat(scales.astype(np.float32), KV_GROUP, axis=-1)[..., :head_length]
+    return np.repeat(scales.astype(np.float32), _INT8.group, axis=-1)[..., :head_length]

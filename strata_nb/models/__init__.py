@@ -6,15 +6,16 @@ To add an architecture: a file with `describe`, `expected_tensors` and `forward`
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable
+from typing import NamedTuple
 
 from strata_nb.errors import FileFormatError
 from strata_nb.gguf import GGUFFile
 from strata_nb.models import llama, olmoe, qwen2moe, qwen3moe
 from strata_nb.models.description import Description
-from strata_nb.models.reference import ReferenceModel
+from strata_nb.models.reference import Forward, ReferenceModel
 from strata_nb.models.state import ReferenceState
-from strata_nb.models.tensors import check_tensors
+from strata_nb.models.tensors import Expected, check_tensors
 from strata_nb.models.weights import Progress, Weights
 
 __all__ = [
@@ -27,11 +28,20 @@ __all__ = [
     "open_reference",
 ]
 
+
+class Architecture(NamedTuple):
+    """Hold what there is to know of an architecture: metadata, tensors, formulas."""
+
+    describe: Callable[[GGUFFile], Description]
+    expected_tensors: Callable[[Description], Expected]
+    forward: Forward
+
+
 _ARCHITECTURES = {
-    "llama": llama,
-    "olmoe": olmoe,
-    "qwen2moe": qwen2moe,
-    "qwen3moe": qwen3moe,
+    "llama": Architecture(llama.describe, llama.expected_tensors, llama.forward),
+    "olmoe": Architecture(olmoe.describe, olmoe.expected_tensors, olmoe.forward),
+    "qwen2moe": Architecture(qwen2moe.describe, qwen2moe.expected_tensors, qwen2moe.forward),
+    "qwen3moe": Architecture(qwen3moe.describe, qwen3moe.expected_tensors, qwen3moe.forward),
 }
 SUPPORTED = tuple(_ARCHITECTURES)
 
@@ -41,34 +51,33 @@ def describe(file: GGUFFile) -> Description:
 
     FileFormatError names the architecture, keys or tensors that are not.
     """
-    module = _module(file)
-    description: Description = module.describe(file)
-    check_tensors(file, module.expected_tensors(description))
+    name = file.architecture
+    architecture = _ARCHITECTURES.get(name)
+    if architecture is None:
+        raise FileFormatError(
+            file.path,
+            file.metadata.offset("general.architecture"),
+            f"architecture {name!r} is not supported",
+            hint="supported are: " + ", ".join(SUPPORTED),
+        )
+    description = architecture.describe(file)
+    check_tensors(file, architecture.expected_tensors(description))
     return description
 
 
 def open_reference(
-    file: GGUFFile, *, budget_bytes: int | None = None, progress: Progress | None = None
+    file: GGUFFile,
+    description: Description,
+    *,
+    budget_bytes: int | None = None,
+    progress: Progress | None = None,
 ) -> ReferenceModel:
     """Open a model for the float32 forward; `file` must stay open as long as the model is used.
 
+    description    what `describe` returned for this file
     budget_bytes   for weights kept in float32; None: a share of the memory available
     progress       called with (bytes done, bytes in all) while weights are dequantised; it may
                    raise, and so may an interrupt: nothing but memory is held, and that is freed
     """
-    description = describe(file)
     weights = Weights.open(file, budget_bytes=budget_bytes, progress=progress)
-    return ReferenceModel(description, weights, _module(file).forward)
-
-
-def _module(file: GGUFFile) -> ModuleType:
-    architecture = file.architecture
-    module = _ARCHITECTURES.get(architecture)
-    if module is None:
-        raise FileFormatError(
-            file.path,
-            file.metadata.offset("general.architecture"),
-            f"architecture {architecture!r} is not supported",
-            hint="supported are: " + ", ".join(SUPPORTED),
-        )
-    return module
+    return ReferenceModel(description, weights, _ARCHITECTURES[description.architecture].forward)

@@ -6,13 +6,14 @@ in the file was misunderstood: see `keys.py` and `tensors.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strata_nb.errors import ConfigError
-from strata_nb.kernels.reference import KV_GROUP, RopeStyle
-from strata_nb.options import CACHE_TYPES
+import numpy as np
 
-SCALE_BYTES = 2  # float16, one for each group of an int8 K/V cache
+from strata_nb.errors import ConfigError
+from strata_nb.formats import cache_type
+from strata_nb.kernels.reference import RopeStyle
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +81,27 @@ class Description:
                 hint=f"give --ctx-size {self.sliding_window} or less",
             )
 
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise ConfigError if one of `ids` is not a token of the vocabulary."""
+        tokens = np.asarray(ids)  # of whatever type holds them: an id may be any integer
+        outside = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
+        if outside.size:
+            place = int(outside[0])
+            raise ConfigError(
+                f"token {ids[place]} at place {place} is not in the vocabulary of "
+                f"{self.vocab_size} tokens",
+                hint="encode the text with this model's own tokenizer",
+            )
+
     def kv_bytes_per_cell(self, type_k: str, type_v: str) -> int:
         """Return the bytes that one token's keys and values take in all layers."""
-        key_bytes = head_bytes(type_k, self.key_length)
-        value_bytes = head_bytes(type_v, self.value_length)
+        key_bytes = cache_type(type_k).head_bytes(self.key_length)
+        value_bytes = cache_type(type_v).head_bytes(self.value_length)
         return self.layers * self.kv_heads * (key_bytes + value_bytes)
 
 
-def head_bytes(cache_type: str, length: int) -> int:
-    """Return the bytes of one head's key or value in a K/V cache; ConfigError for another type."""
-    if cache_type not in CACHE_TYPES:
-        raise ConfigError(
-            f"a K/V cache of type {cache_type}: not known", hint="one of: " + ", ".join(CACHE_TYPES)
-        )
-    if cache_type == "int8":
-        groups = -(-length // KV_GROUP)
-        return length + groups * SCALE_BYTES
-    return length * (4 if cache_type == "f32" else 2)
+def bytes_text(count: int) -> str:
+    """Return a number of bytes in the unit that people read: "12.00 GiB"."""
+    if count >= 2**30:
+        return f"{count / 2**30:.2f} GiB"
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"

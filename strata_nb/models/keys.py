@@ -2,7 +2,7 @@
 
 A key that is misunderstood gives a model that talks, and is wrong. So each key with the prefix of
 the architecture is either read here, or has a value that switches its feature off, or is listed
-as one that changes no result; `describe` refuses the file for any other.
+as one that changes no result; `finish` refuses the file for any other.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Keys:
         """Refuse more shared experts than the architecture has."""
         self.count("expert_shared_count", 0, low=0, high=highest)
 
-    def describe(
+    def finish(
         self,
         *,
         rope_style: RopeStyle,

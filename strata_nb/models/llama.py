@@ -36,7 +36,7 @@ def describe(file: GGUFFile) -> Description:
     keys.count("expert_shared_feed_forward_length", 0, low=0, high=0)
     width = keys.per_layer("feed_forward_length")
     expert_width = keys.inner_width("expert_feed_forward_length", width)
-    return keys.describe(
+    return keys.finish(
         rope_style="pairs",
         ff_width=0 if experts.number else width,
         experts=experts,
@@ -46,37 +46,19 @@ def describe(file: GGUFFile) -> Description:
 
 def expected_tensors(model: Description) -> Expected:
     """List the tensors that `forward` reads."""
-    n, width = model.layers, model.width
-    q_width = model.heads * model.key_length
-    k_width, v_width = model.kv_heads * model.key_length, model.kv_heads * model.value_length
-    expected = Expected()
-    expected.required["token_embd.weight"] = (model.vocab_size, width)
-    expected.required["output_norm.weight"] = (width,)
-    expected.optional["output.weight"] = (model.vocab_size, width)
+    expected = Expected(model)
     expected.optional["rope_freqs.weight"] = (model.rope_dims // 2,)
-    expected.in_every_layer(n, "attn_norm.weight", width)
-    expected.in_every_layer(n, "attn_q.weight", q_width, width)
-    expected.in_every_layer(n, "attn_k.weight", k_width, width)
-    expected.in_every_layer(n, "attn_v.weight", v_width, width)
-    expected.in_every_layer(n, "attn_output.weight", width, model.heads * model.value_length)
-    expected.in_every_layer(n, "ffn_norm.weight", width)
-    expected.in_every_layer_or_none(n, "attn_q.bias", q_width)
-    expected.in_every_layer_or_none(n, "attn_k.bias", k_width)
-    expected.in_every_layer_or_none(n, "attn_v.bias", v_width)
-    expected.in_every_layer_or_none(n, "attn_output.bias", width)
+    expected.attention()
     if model.experts:
-        stack = (model.experts, model.expert_width, width)
-        expected.in_every_layer(n, "ffn_gate_inp.weight", model.experts, width)
-        expected.in_every_layer(n, "ffn_gate_exps.weight", *stack)
-        expected.in_every_layer(n, "ffn_up_exps.weight", *stack)
-        expected.in_every_layer(n, "ffn_down_exps.weight", model.experts, width, model.expert_width)
-    else:
-        expected.in_every_layer(n, "ffn_gate.weight", model.ff_width, width)
-        expected.in_every_layer(n, "ffn_up.weight", model.ff_width, width)
-        expected.in_every_layer(n, "ffn_down.weight", width, model.ff_width)
-        expected.in_every_layer_or_none(n, "ffn_gate.bias", model.ff_width)
-        expected.in_every_layer_or_none(n, "ffn_up.bias", model.ff_width)
-        expected.in_every_layer_or_none(n, "ffn_down.bias", width)
+        expected.experts()
+        return expected
+    for name, rows, columns in (
+        ("ffn_gate", model.ff_width, model.width),
+        ("ffn_up", model.ff_width, model.width),
+        ("ffn_down", model.width, model.ff_width),
+    ):
+        expected.in_every_layer(f"{name}.weight", rows, columns)
+        expected.in_every_layer_or_none(f"{name}.bias", rows)
     return expected
 
 

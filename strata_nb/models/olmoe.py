@@ -34,7 +34,7 @@ def describe(file: GGUFFile) -> Description:
     keys.require("expert_weights_norm", False, "shares that are made to add up to 1")
     keys.count("expert_shared_feed_forward_length", 0, low=0, high=0)
     width = keys.per_layer("feed_forward_length")
-    return keys.describe(
+    return keys.finish(
         rope_style="halves",
         experts=experts,
         expert_width=keys.inner_width("expert_feed_forward_length", width),
@@ -43,30 +43,11 @@ def describe(file: GGUFFile) -> Description:
 
 def expected_tensors(model: Description) -> Expected:
     """List the tensors that `forward` reads."""
-    n, width = model.layers, model.width
-    q_width = model.heads * model.key_length
-    k_width, v_width = model.kv_heads * model.key_length, model.kv_heads * model.value_length
-    stack = (model.experts, model.expert_width, width)
-    expected = Expected()
-    expected.required["token_embd.weight"] = (model.vocab_size, width)
-    expected.required["output_norm.weight"] = (width,)
-    expected.optional["output.weight"] = (model.vocab_size, width)
-    expected.in_every_layer(n, "attn_norm.weight", width)
-    expected.in_every_layer(n, "attn_q.weight", q_width, width)
-    expected.in_every_layer(n, "attn_k.weight", k_width, width)
-    expected.in_every_layer(n, "attn_v.weight", v_width, width)
-    expected.in_every_layer(n, "attn_q_norm.weight", q_width)
-    expected.in_every_layer(n, "attn_k_norm.weight", k_width)
-    expected.in_every_layer(n, "attn_output.weight", width, model.heads * model.value_length)
-    expected.in_every_layer_or_none(n, "attn_q.bias", q_width)
-    expected.in_every_layer_or_none(n, "attn_k.bias", k_width)
-    expected.in_every_layer_or_none(n, "attn_v.bias", v_width)
-    expected.in_every_layer_or_none(n, "attn_output.bias", width)
-    expected.in_every_layer(n, "ffn_norm.weight", width)
-    expected.in_every_layer(n, "ffn_gate_inp.weight", model.experts, width)
-    expected.in_every_layer(n, "ffn_gate_exps.weight", *stack)
-    expected.in_every_layer(n, "ffn_up_exps.weight", *stack)
-    expected.in_every_layer(n, "ffn_down_exps.weight", model.experts, width, model.expert_width)
+    expected = Expected(model)
+    expected.attention()
+    expected.in_every_layer("attn_q_norm.weight", model.heads * model.key_length)
+    expected.in_every_layer("attn_k_norm.weight", model.kv_heads * model.key_length)
+    expected.experts()
     return expected
 
 

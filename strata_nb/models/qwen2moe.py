@@ -38,7 +38,7 @@ def describe(file: GGUFFile) -> Description:
     # Where the file does not give these two, they follow from the dense width, as in llama.cpp.
     expert_width = keys.inner_width("expert_feed_forward_length", width // experts.top_k)
     shared_width = keys.inner_width("expert_shared_feed_forward_length", width)
-    return keys.describe(
+    return keys.finish(
         rope_style="halves",
         experts=experts,
         expert_width=expert_width,
@@ -48,32 +48,13 @@ def describe(file: GGUFFile) -> Description:
 
 def expected_tensors(model: Description) -> Expected:
     """List the tensors that `forward` reads."""
-    n, width = model.layers, model.width
-    q_width = model.heads * model.key_length
-    k_width, v_width = model.kv_heads * model.key_length, model.kv_heads * model.value_length
-    stack = (model.experts, model.expert_width, width)
-    expected = Expected()
-    expected.required["token_embd.weight"] = (model.vocab_size, width)
-    expected.required["output_norm.weight"] = (width,)
-    expected.optional["output.weight"] = (model.vocab_size, width)
-    expected.in_every_layer(n, "attn_norm.weight", width)
-    expected.in_every_layer(n, "attn_q.weight", q_width, width)
-    expected.in_every_layer(n, "attn_k.weight", k_width, width)
-    expected.in_every_layer(n, "attn_v.weight", v_width, width)
-    expected.in_every_layer(n, "attn_output.weight", width, model.heads * model.value_length)
-    expected.in_every_layer_or_none(n, "attn_q.bias", q_width)
-    expected.in_every_layer_or_none(n, "attn_k.bias", k_width)
-    expected.in_every_layer_or_none(n, "attn_v.bias", v_width)
-    expected.in_every_layer_or_none(n, "attn_output.bias", width)
-    expected.in_every_layer(n, "ffn_norm.weight", width)
-    expected.in_every_layer(n, "ffn_gate_inp.weight", model.experts, width)
-    expected.in_every_layer(n, "ffn_gate_exps.weight", *stack)
-    expected.in_every_layer(n, "ffn_up_exps.weight", *stack)
-    expected.in_every_layer(n, "ffn_down_exps.weight", model.experts, width, model.expert_width)
-    expected.in_every_layer(n, "ffn_gate_inp_shexp.weight", width)
-    expected.in_every_layer(n, "ffn_gate_shexp.weight", model.shared_width, width)
-    expected.in_every_layer(n, "ffn_up_shexp.weight", model.shared_width, width)
-    expected.in_every_layer(n, "ffn_down_shexp.weight", width, model.shared_width)
+    expected = Expected(model)
+    expected.attention()
+    expected.experts()
+    expected.in_every_layer("ffn_gate_inp_shexp.weight", model.width)
+    expected.in_every_layer("ffn_gate_shexp.weight", model.shared_width, model.width)
+    expected.in_every_layer("ffn_up_shexp.weight", model.shared_width, model.width)
+    expected.in_every_layer("ffn_down_shexp.weight", model.width, model.shared_width)
     return expected
 
 

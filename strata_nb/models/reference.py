@@ -26,10 +26,16 @@ class ReferenceModel:
     """Compute logits in float32 over dequantised weights; the file stays open as long as it does.
 
     A model has no state of its own: several states may be used in turn.
+
+    description   what the file says about the model
+    kept          how much of the weights is kept as float32
+    warnings      what will be slow about that, one line each
     """
 
     def __init__(self, description: Description, weights: Weights, forward: Forward) -> None:
         self.description = description
+        self.kept = weights.kept
+        self.warnings = weights.kept.warnings
         self._weights = weights
         self._forward = forward
 
@@ -48,7 +54,6 @@ class ReferenceModel:
         held before. How a text is cut into calls changes the logits by float32 rounding only.
         ConfigError: no ids, an id outside the vocabulary, or more tokens than cells are left.
         """
-        vocab_size = self.description.vocab_size
         if len(ids) == 0:
             raise ConfigError("no tokens to read", hint="give one or more")
         left = state.ctx_size - state.length
@@ -57,12 +62,7 @@ class ReferenceModel:
                 f"{len(ids)} tokens do not fit: {left} of {state.ctx_size} cells are left",
                 hint="give a larger --ctx-size or a shorter text",
             )
-        for place, token in enumerate(ids):
-            if not 0 <= token < vocab_size:
-                raise ConfigError(
-                    f"token {token} at place {place} is not in the vocabulary of {vocab_size}",
-                    hint=f"ids are from 0 to {vocab_size - 1}",
-                )
+        self.description.check_ids(ids)
         wanted = slice(None) if want == "all" else slice(-1, None)
         rows = np.asarray(ids, np.int64)
         logits = self._forward(self.description, self._weights, state, rows, wanted)

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb.errors import ConfigError
-from strata_nb.kernels.reference import KV_GROUP, Floats, dequantise_kv, quantise_kv
+from strata_nb.formats import CacheType, cache_type
+from strata_nb.kernels.reference import Floats, dequantise_kv, quantise_kv
 from strata_nb.models.description import Description
 
 FIRST_CELLS = 64
@@ -25,13 +26,11 @@ class ReferenceState:
 
     def __init__(self, model: Description, ctx_size: int, type_k: str, type_v: str) -> None:
         model.check_context(ctx_size)
-        model.kv_bytes_per_cell(type_k, type_v)  # refuses a type that is not known
+        k, v, heads = cache_type(type_k), cache_type(type_v), model.kv_heads
         self.ctx_size = ctx_size
         self.length = 0
-        self._keys = [_store(type_k, model.kv_heads, model.key_length) for _ in range(model.layers)]
-        self._values = [
-            _store(type_v, model.kv_heads, model.value_length) for _ in range(model.layers)
-        ]
+        self._keys = [_store(k, heads, model.key_length) for _ in range(model.layers)]
+        self._values = [_store(v, heads, model.value_length) for _ in range(model.layers)]
 
     def append(self, layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
         """Write the keys and values of new rows, both (rows, K/V heads, head length);
@@ -66,8 +65,8 @@ class _Store(Protocol):
 class _FloatStore:
     """Cells as float32 or float16, (K/V heads, cells, head length)."""
 
-    def __init__(self, kv_heads: int, head_length: int, dtype: type[np.floating]) -> None:
-        self._cells = np.empty((kv_heads, 0, head_length), dtype)
+    def __init__(self, layout: CacheType, kv_heads: int, head_length: int) -> None:
+        self._cells = np.empty((kv_heads, 0, head_length), layout.dtype)
 
     def write(self, at: int, heads: Floats, limit: int) -> Floats:
         end = at + heads.shape[1]
@@ -80,10 +79,9 @@ class _FloatStore:
 class _Int8Store:
     """Cells as int8 with a float16 scale per group of values."""
 
-    def __init__(self, kv_heads: int, head_length: int) -> None:
-        groups = -(-head_length // KV_GROUP)
-        self._integers = np.empty((kv_heads, 0, head_length), np.int8)
-        self._scales = np.empty((kv_heads, 0, groups), np.float16)
+    def __init__(self, layout: CacheType, kv_heads: int, head_length: int) -> None:
+        self._integers = np.empty((kv_heads, 0, head_length), layout.dtype)
+        self._scales = np.empty((kv_heads, 0, layout.groups(head_length)), layout.scale_dtype)
 
     def write(self, at: int, heads: Floats, limit: int) -> Floats:
         end = at + heads.shape[1]
@@ -93,10 +91,9 @@ class _Int8Store:
         return dequantise_kv(self._integers[:, :end], self._scales[:, :end])
 
 
-def _store(cache_type: str, kv_heads: int, head_length: int) -> _Store:
-    if cache_type == "int8":
-        return _Int8Store(kv_heads, head_length)
-    return _FloatStore(kv_heads, head_length, np.float32 if cache_type == "f32" else np.float16)
+def _store(layout: CacheType, kv_heads: int, head_length: int) -> _Store:
+    store = _FloatStore if layout.scale_dtype is None else _Int8Store
+    return store(layout, kv_heads, head_length)
 
 
 def _grown(cells: npt.NDArray[Cell], end: int, limit: int) -> npt.NDArray[Cell]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 from strata_nb.errors import FileFormatError
-from strata_nb.formats import can_dequantise
+from strata_nb.formats import DEQUANTISABLE
 from strata_nb.gguf import GGUFFile, TensorInfo
+from strata_nb.models.description import Description
 
 NAMES_SHOWN = 5  # of many tensors that are at fault
 EXPERT_PARTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
@@ -24,7 +25,6 @@ _ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
 Shape = tuple[int, ...]
 
 
-@dataclass
 class Expected:
     """List what an architecture reads: names and shapes (numpy's order, slowest first).
 
@@ -33,19 +33,47 @@ class Expected:
     choices    groups of names of which a file has all or none: a bias in one layer only is a fault
     """
 
-    required: dict[str, Shape] = field(default_factory=dict)
-    optional: dict[str, Shape] = field(default_factory=dict)
-    choices: list[list[str]] = field(default_factory=list)
+    def __init__(self, model: Description) -> None:
+        """Start with what every model has: the embedding, the last norm, and perhaps a head."""
+        self.model = model
+        self.required: dict[str, Shape] = {
+            "token_embd.weight": (model.vocab_size, model.width),
+            "output_norm.weight": (model.width,),
+        }
+        self.optional: dict[str, Shape] = {"output.weight": (model.vocab_size, model.width)}
+        self.choices: list[list[str]] = []
 
-    def in_every_layer(self, layers: int, name: str, *shape: int) -> None:
+    def in_every_layer(self, name: str, *shape: int) -> None:
         """Require blk.N.`name` in all layers."""
-        self.required |= {f"blk.{layer}.{name}": shape for layer in range(layers)}
+        self.required |= {f"blk.{layer}.{name}": shape for layer in range(self.model.layers)}
 
-    def in_every_layer_or_none(self, layers: int, name: str, *shape: int) -> None:
+    def in_every_layer_or_none(self, name: str, *shape: int) -> None:
         """Allow blk.N.`name` in all layers or in none."""
-        group = {f"blk.{layer}.{name}": shape for layer in range(layers)}
+        group = {f"blk.{layer}.{name}": shape for layer in range(self.model.layers)}
         self.optional |= group
         self.choices.append(list(group))
+
+    def attention(self) -> None:
+        """Require a norm, four matrices and the next norm in all layers; allow their biases."""
+        model = self.model
+        self.in_every_layer("attn_norm.weight", model.width)
+        for name, rows, columns in (
+            ("attn_q", model.heads * model.key_length, model.width),
+            ("attn_k", model.kv_heads * model.key_length, model.width),
+            ("attn_v", model.kv_heads * model.value_length, model.width),
+            ("attn_output", model.width, model.heads * model.value_length),
+        ):
+            self.in_every_layer(f"{name}.weight", rows, columns)
+            self.in_every_layer_or_none(f"{name}.bias", rows)
+        self.in_every_layer("ffn_norm.weight", model.width)
+
+    def experts(self) -> None:
+        """Require a router and three stacks of experts in all layers."""
+        count, width, inner = self.model.experts, self.model.width, self.model.expert_width
+        self.in_every_layer("ffn_gate_inp.weight", count, width)
+        self.in_every_layer("ffn_gate_exps.weight", count, inner, width)
+        self.in_every_layer("ffn_up_exps.weight", count, inner, width)
+        self.in_every_layer("ffn_down_exps.weight", count, width, inner)
 
 
 def check_tensors(file: GGUFFile, expected: Expected) -> None:
@@ -89,7 +117,7 @@ def check_tensors(file: GGUFFile, expected: Expected) -> None:
                 "metadata",
                 hint="the metadata and the weights are not of one model: convert it again",
             )
-    undecodable = [info for info in file.tensors.values() if not can_dequantise(info.type)]
+    undecodable = [info for info in file.tensors.values() if info.type not in DEQUANTISABLE]
     if undecodable:
         types = ", ".join(sorted({info.type.name for info in undecodable}))
         raise _fault(

@@ -31,7 +31,7 @@ _MERGED = (TokenKind.NORMAL, TokenKind.UNUSED, TokenKind.UNDEFINED)
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (*range(0x21), *range(0x7F, 0xA1), 0xAD)
 # How byte-level BPE writes a byte as a character, since GPT-2: itself, or one from U+0100 on.
-_BYTE_OF_SYMBOL = {chr(byte): byte for byte in _PRINTABLE} | {
+BYTE_OF_SYMBOL = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)
 }
 # Control characters, and bytes that begin no assigned character: even good vocabularies lack some.
@@ -48,8 +48,8 @@ def byte_level(vocabulary: Vocabulary, warnings: list[str]) -> Encode:
     ConfigError for a text with more than a million characters of one class in a row.
     """
     tokens = plain_tokens(vocabulary)
-    missing = [symbol for symbol in _BYTE_OF_SYMBOL if symbol not in tokens]
-    lost = [byte for symbol in missing if (byte := _BYTE_OF_SYMBOL[symbol]) not in _RARE_BYTES]
+    missing = [symbol for symbol in BYTE_OF_SYMBOL if symbol not in tokens]
+    lost = [byte for symbol in missing if (byte := BYTE_OF_SYMBOL[symbol]) not in _RARE_BYTES]
     if lost:
         warnings.append(f"{len(lost)} bytes that texts are made of have no token and will be lost")
     lefts, rights = _parts(vocabulary.merges, warnings)
@@ -83,7 +83,7 @@ def byte_level(vocabulary: Vocabulary, warnings: list[str]) -> Encode:
 def bytes_of_symbols(text: str) -> bytes:
     """Return the bytes of a byte-level token; a token in plain writing is taken as it is."""
     try:
-        return bytes([_BYTE_OF_SYMBOL[symbol] for symbol in text])
+        return bytes([BYTE_OF_SYMBOL[symbol] for symbol in text])
     except KeyError:
         return text.encode("utf-8", "surrogateescape")
 
@@ -146,4 +146,4 @@ def _check_runs(text: str) -> None:
         )
 
 
-_SYMBOLS = frozenset(_BYTE_OF_SYMBOL)
+_SYMBOLS = frozenset(BYTE_OF_SYMBOL)

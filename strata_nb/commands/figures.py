@@ -1,0 +1,84 @@
+"""What a run took: the line at its end, and the same as JSON for `--stats-json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from strata_nb.commands.output_files import whole_file
+from strata_nb.engine import Engine, Generation
+
+STATS_SCHEMA = 1
+
+
+@dataclass
+class Figures:
+    """Sum up what a run did; rates are tokens a second, 0 where nothing was measured.
+
+    Counts are kept up while the run goes on, so they are right also when it is interrupted.
+    """
+
+    load_s: float = 0.0
+    prompt_tokens: int = 0
+    prompt_s: float = 0.0
+    ttft_s: float = 0.0
+    generated_tokens: int = 0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+    finish: str | None = None
+    seed: int | None = None
+
+    @property
+    def prompt_tps(self) -> float:
+        """Prompt tokens a second."""
+        return self.prompt_tokens / self.prompt_s if self.prompt_s else 0.0
+
+    @property
+    def decode_tps(self) -> float:
+        """Generated tokens a second, each answer's first one left out."""
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
+
+    def add_answer(self, generation: Generation, prompt_s: float) -> None:
+        """Count an answer; `prompt_s` is what reading its prompt took."""
+        if self.generated_tokens == 0:
+            self.ttft_s = prompt_s + generation.first_token_s
+        self.generated_tokens += generation.generated
+        self.decode_tokens += max(generation.generated - 1, 0)
+        self.decode_s += generation.decode_s
+        self.finish = generation.finish
+        self.seed = generation.seed
+
+    def line(self) -> str:
+        """Return the line that ends a run."""
+        seed = f" · seed {self.seed}" if self.seed is not None else ""
+        return (
+            f"prompt {self.prompt_tokens} tokens, {self.prompt_tps:.1f} tok/s · "
+            f"generated {self.generated_tokens} tokens, {self.decode_tps:.1f} tok/s{seed}"
+        )
+
+    def stats(self, engine: Engine) -> dict[str, object]:
+        """Return what `--stats-json` writes."""
+        return {
+            "schema": STATS_SCHEMA,
+            "model": engine.description.name,
+            "device": engine.device,
+            "threads": engine.threads,
+            "ctx_size": engine.ctx_size,
+            "load_s": self.load_s,
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tps": self.prompt_tps,
+            "ttft_s": self.ttft_s,
+            "generated_tokens": self.generated_tokens,
+            "decode_tps": self.decode_tps,
+            "finish": self.finish,
+            "seed": self.seed,
+        }
+
+
+def write_json(path: Path | None, content: Mapping[str, object]) -> None:
+    """Write a JSON file, whole or not at all; None writes nothing."""
+    if path is not None:
+        with whole_file(path) as stream:
+            stream.write((json.dumps(content, indent=2) + "\n").encode())

@@ -1,0 +1,63 @@
+"""Open what a command works with: the model, with a bar and its warnings, and a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from strata_nb.chat import ChatTemplate, choose_template
+from strata_nb.commands.arguments import Arguments, options_from, read_text_file
+from strata_nb.commands.terminal import note, progress_bar, warn
+from strata_nb.engine import Engine
+from strata_nb.errors import ConfigError
+
+
+@contextmanager
+def open_engine(arguments: Arguments, ctx_size: int | None = None) -> Iterator[Engine]:
+    """Open the model that the flags name; `ctx_size` stands in for --ctx-size."""
+    options = options_from(arguments)
+    if ctx_size is not None:
+        options = replace(options, ctx_size=ctx_size)
+    with progress_bar("loading", unit="bytes") as progress:
+        engine = Engine.open(options, progress=progress)
+    with engine:
+        for warning in engine.warnings:
+            warn(warning)
+        if arguments.flag("--verbose"):
+            known = engine.description
+            note(
+                f"{known.name}: {known.architecture}, {known.layers} layers, device "
+                f"{engine.device}, {engine.threads} threads, context {engine.ctx_size} cells, "
+                f"loaded in {engine.load_s:.2f} s"
+            )
+        yield engine
+
+
+@dataclass(frozen=True)
+class TemplateChoice:
+    """Hold what the flags say about the chat template, read before the model is loaded."""
+
+    given: str | None  # --chat-template
+    text: str | None  # of --chat-template-file
+
+    @classmethod
+    def from_flags(cls, arguments: Arguments) -> TemplateChoice:
+        """Read the flags and the file they name; ConfigError for a file that cannot be read."""
+        given = arguments.text("--chat-template")
+        name = arguments.path("--chat-template-file")
+        if given is not None and name is not None:
+            raise ConfigError(
+                "--chat-template and --chat-template-file: both given", hint="give one of them"
+            )
+        text = None if name is None else read_text_file("--chat-template-file", name)
+        return cls(given, text)
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether a flag asks for a template at all."""
+        return self.given is not None or self.text is not None
+
+    def of(self, engine: Engine) -> ChatTemplate:
+        """Return the template to use with this model."""
+        return choose_template(engine.chat_template, self.given, self.text, engine.tokenizer)
