@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -88,18 +88,22 @@ def mapped_chunk(case: DriverCase, device: int = 0) -> Iterator[int]:
     driver.address_free(address, size)
 
 
-class Gate:
-    """Work that runs until it is told to end."""
+@contextmanager
+def held_stream(driver: Driver, device: int = 0) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Yield a stream whose first work runs until the second value is called, or the block ends."""
+    started, ended = threading.Event(), threading.Event()
 
-    def __init__(self) -> None:
-        self.started, self.opened = threading.Event(), threading.Event()
+    def work() -> None:
+        started.set()
+        assert ended.wait(PATIENCE_S)
 
-    def __call__(self) -> None:
-        self.started.set()
-        assert self.opened.wait(PATIENCE_S)
-
-    def open(self) -> None:
-        self.opened.set()
+    with stream_on(driver, device) as stream:
+        driver.launch_host(stream, work)
+        assert started.wait(PATIENCE_S)
+        try:
+            yield stream, ended.set
+        finally:
+            ended.set()
 
 
 class MemoryContract:
@@ -259,20 +263,16 @@ class MemoryContract:
         self, case: DriverCase
     ) -> None:
         driver, size = case.driver, case.chunk_bytes
-        gate = Gate()
         driver.synchronize(0)
         here, there = driver.reserve(size), driver.reserve(size)
         handle = driver.create(size, 0)
         driver.map(here, size, handle)
         driver.set_access(here, size, [0])
         driver.retire(here, size)
-        with stream_on(driver) as stream:
-            driver.launch_host(stream, gate)
-            assert gate.started.wait(PATIENCE_S)
+        with held_stream(driver):
             driver.unmap(here, size)
             driver.map(there, size, handle)
             driver.set_access(there, size, [0])
-            gate.open()
         driver.retire(there, size)
         driver.unmap(there, size)
         driver.release(handle)
@@ -342,50 +342,50 @@ class ExecutionContract:
             assert read(driver, address, 128) == b"\x22" * 64 + b"\x11" * 64
 
     def test_streams_run_beside_each_other(self, case: DriverCase) -> None:
-        gate = Gate()
-        with stream_on(case.driver) as held, stream_on(case.driver) as free:
-            case.driver.launch_host(held, gate)
-            case.driver.launch_host(free, gate.open)
+        with held_stream(case.driver) as (held, end), stream_on(case.driver) as free:
+            case.driver.launch_host(free, end)
+            case.driver.stream_synchronize(held)
 
     def test_an_event_is_done_when_the_work_before_it_is(self, case: DriverCase) -> None:
-        driver, gate = case.driver, Gate()
+        driver = case.driver
         event = driver.event_create(0)
         assert driver.event_query(event)
-        with stream_on(driver) as stream:
-            driver.launch_host(stream, gate)
+        with held_stream(driver) as (stream, end):
             driver.event_record(event, stream)
             assert not driver.event_query(event)
-            gate.open()
+            end()
             driver.event_synchronize(event)
             assert driver.event_query(event)
         driver.event_destroy(event)
 
     def test_a_stream_that_waits_for_an_event_runs_after_it(self, case: DriverCase) -> None:
-        driver, gate = case.driver, Gate()
+        driver = case.driver
         seen: list[str] = []
         event = driver.event_create(0)
-        with stream_on(driver) as first, stream_on(driver) as second:
-            driver.launch_host(first, gate)
+        with stream_on(driver) as second, held_stream(driver) as (first, end):
             driver.launch_host(first, lambda: seen.append("first"))
             driver.event_record(event, first)
             driver.event_wait(second, event)
             driver.launch_host(second, lambda: seen.append("second"))
-            gate.open()
+            end()
         assert seen == ["first", "second"]
         driver.event_destroy(event)
 
     def test_a_wait_stands_for_the_record_before_it_not_for_a_later_one(
         self, case: DriverCase
     ) -> None:
-        driver, gate = case.driver, Gate()
+        driver = case.driver
         event = driver.event_create(0)
-        with stream_on(driver) as first, stream_on(driver) as second:
-            driver.event_record(event, first)
-            driver.event_wait(second, event)
-            driver.launch_host(first, gate)
-            driver.event_record(event, first)
-            driver.stream_synchronize(second)
-            gate.open()
+        with (
+            held_stream(driver) as (held, _),
+            stream_on(driver) as free,
+            stream_on(driver) as waits,
+        ):
+            driver.event_record(event, free)
+            driver.event_wait(waits, event)
+            driver.event_record(event, held)
+            driver.stream_synchronize(waits)
+            assert not driver.event_query(event)
         driver.event_destroy(event)
 
     def test_synchronizing_a_device_waits_for_all_its_streams(self, case: DriverCase) -> None:

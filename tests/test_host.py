@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,9 @@ pytest.register_assert_rewrite("driver_contract")
 from driver_contract import (  # noqa: E402 - after its assertions are made to explain themselves
     DriverCase,
     ExecutionContract,
-    Gate,
     MemoryContract,
     RangeContract,
+    held_stream,
     read,
     stream_on,
     write,
@@ -140,24 +141,16 @@ def map_before_the_context_exists(driver: HostDriver) -> None:
 
 
 def unmap_before_older_work_ended(driver: HostDriver) -> None:
-    place, gate = Place(driver), Gate()
-    with stream_on(driver, 1) as stream:
-        driver.launch_host(stream, gate)
+    place = Place(driver)
+    with held_stream(driver, 1):
         driver.retire(place.base, UNIT)
-        try:
-            driver.unmap(place.base, UNIT)
-        finally:
-            gate.open()
+        driver.unmap(place.base, UNIT)
 
 
 def unmap_what_was_never_retired_while_work_runs(driver: HostDriver) -> None:
-    place, gate = Place(driver), Gate()
-    with stream_on(driver) as stream:
-        driver.launch_host(stream, gate)
-        try:
-            driver.unmap(place.base, UNIT)
-        finally:
-            gate.open()
+    place = Place(driver)
+    with held_stream(driver):
+        driver.unmap(place.base, UNIT)
 
 
 def use_a_retired_chunk(driver: HostDriver) -> None:
@@ -327,23 +320,18 @@ def test_a_refused_call_changes_nothing(driver: HostDriver) -> None:
 
 
 def test_a_chunk_that_nobody_could_use_may_leave_while_work_runs(driver: HostDriver) -> None:
-    place, gate = Place(driver, access=False), Gate()
-    with stream_on(driver) as stream:
-        driver.launch_host(stream, gate)
+    place = Place(driver, access=False)
+    with held_stream(driver):
         driver.unmap(place.base, UNIT)
-        gate.open()
 
 
 def test_a_reinstated_chunk_can_be_used_and_must_be_retired_again(driver: HostDriver) -> None:
-    place, gate = Place(driver), Gate()
+    place = Place(driver)
     driver.retire(place.base, UNIT)
     driver.reinstate(place.base, UNIT)
     write(driver, place.base, b"back")
-    with stream_on(driver) as stream:
-        driver.launch_host(stream, gate)
-        with pytest.raises(RuleViolation, match="rule 7"):
-            driver.unmap(place.base, UNIT)
-        gate.open()
+    with held_stream(driver), pytest.raises(RuleViolation, match="rule 7"):
+        driver.unmap(place.base, UNIT)
 
 
 def test_memory_holds_garbage_at_every_hand_over(driver: HostDriver) -> None:
@@ -606,16 +594,15 @@ def test_a_stream_of_little_urgency_runs_on_a_thread_that_gives_way(driver: Host
 
 
 def test_freeing_waits_for_running_work(driver: HostDriver) -> None:
-    gate = Gate()
     device, pinned = driver.allocate(64, 0), driver.allocate_host(64)
-    with stream_on(driver) as stream:
-        for free, address in ((driver.free, device), (driver.free_host, pinned)):
-            gate = Gate()
-            driver.launch_host(stream, gate)
+    for free, address in ((driver.free, device), (driver.free_host, pinned)):
+        seen: list[str] = []
+        with held_stream(driver) as (stream, end):
             driver.fill_async(address, 1, 64, stream)
-            threading.Timer(0.02, gate.open).start()
+            driver.launch_host(stream, partial(seen.append, "work"))
+            threading.Timer(0.02, end).start()
             free(address)
-            assert gate.opened.is_set()
+            assert seen == ["work"]
 
 
 # What is real.

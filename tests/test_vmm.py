@@ -19,10 +19,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
-from strata_nb.host import HostDriver
-from strata_nb.host_memory import DeviceAccount, HostDevice
-from strata_nb.vmm import Account, ChunkPool, Range, choose_chunk_bytes
+pytest.register_assert_rewrite("driver_contract")
+
+from driver_contract import held_stream  # noqa: E402 - after its assertions explain themselves
+
+from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation  # noqa: E402
+from strata_nb.host import HostDriver  # noqa: E402
+from strata_nb.host_memory import DeviceAccount, HostDevice  # noqa: E402
+from strata_nb.vmm import Account, ChunkPool, Range, choose_chunk_bytes  # noqa: E402
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 UNIT = 64 * KIB
@@ -74,8 +78,9 @@ class World:
         except DriverError:
             assert range_.mapped_chunks == before
             raise
-        for _ in range(count):
-            self._write(range_, len(self.contents[range_]), next(self._numbers))
+        for number in itertools.islice(self._numbers, count):
+            self.write(range_, len(self.contents[range_]), number)
+            self.contents[range_].append(number)
 
     def shrink(self, range_: Range) -> int:
         del self.contents[range_][len(self.contents[range_]) - range_.retired_chunks :]
@@ -90,13 +95,12 @@ class World:
             raise
         self.grow(target, self.shrink(source))
 
-    def _write(self, range_: Range, position: int, number: int) -> None:
+    def write(self, range_: Range, position: int, number: int) -> None:
         """Write through the last device that has access, as a program would: rules are checked."""
         ctypes.memmove(self._staging, number.to_bytes(8, "little"), 8)
         stream = self._stream[range_.devices[-1]]
         self.driver.copy_async(range_.base + position * UNIT, self._staging, 8, stream)
         self.driver.stream_synchronize(stream)
-        self.contents[range_].append(number)
 
     def check(self) -> None:
         """Compare the manager's accounts with the driver's, and every chunk with what it held."""
@@ -252,7 +256,7 @@ def test_covers_says_which_addresses_a_table_may_name(world: World) -> None:
     assert range_.covers(range_.base, 3 * UNIT)
 
 
-def test_a_reinstated_chunk_is_whole(world: World) -> None:
+def test_a_reinstated_chunk_is_whole_and_in_use(world: World) -> None:
     range_ = world.open(world.pool())
     world.grow(range_, 4)
     range_.retire(1)
@@ -260,6 +264,8 @@ def test_a_reinstated_chunk_is_whole(world: World) -> None:
     range_.reinstate()
     assert world.shrink(range_) == 0
     world.check()
+    for position, number in enumerate(world.contents[range_]):
+        world.write(range_, position, number)
     assert range_.mapped_chunks == 4
 
 
@@ -283,19 +289,15 @@ def test_callers_that_break_the_order_of_a_change_are_stopped(world: World) -> N
 def test_chunks_are_not_unmapped_before_older_work_has_ended(world: World) -> None:
     range_ = world.open(world.pool())
     world.grow(range_, 2)
-    old, young = world.driver.stream_create(0), world.driver.stream_create(1)
-    ended, later = threading.Event(), threading.Event()
-    world.driver.launch_host(old, ended.wait)
-    range_.retire(1)
-    world.driver.launch_host(young, later.wait)
-    with pytest.raises(RuleViolation, match="rule 7"):
-        range_.shrink()
-    assert range_.mapped_chunks == 2
-    ended.set()
-    world.driver.stream_destroy(old)
-    assert world.shrink(range_) == 1  # the younger work still runs
-    later.set()
-    world.driver.stream_destroy(young)
+    with held_stream(world.driver) as (old, end):
+        range_.retire(1)
+        with held_stream(world.driver, 1):
+            with pytest.raises(RuleViolation, match="rule 7"):
+                range_.shrink()
+            assert range_.mapped_chunks == 2
+            end()
+            world.driver.stream_synchronize(old)
+            assert world.shrink(range_) == 1  # the younger work still runs
 
 
 def test_a_closed_range_refuses_everything_but_close(world: World) -> None:
@@ -388,17 +390,13 @@ def test_a_growth_without_access_is_undone(world: World) -> None:
 
 def test_a_growth_can_be_undone_while_other_work_runs(world: World) -> None:
     range_ = world.open(world.pool())
-    stream, ended = world.driver.stream_create(0), threading.Event()
-    world.driver.launch_host(stream, ended.wait)
-    for operation in ("map", "set_access"):
-        world.driver.faults.plan(operation, 2, forever=True)
-        world.driver.faults.plan("set_access", 1, forever=True)
-        with pytest.raises(DriverError):
-            world.grow(range_, 3)
-        world.driver.faults.lift()
-        world.check()
-    ended.set()
-    world.driver.stream_destroy(stream)
+    with held_stream(world.driver):
+        for operation, nth in (("map", 2), ("set_access", 1)):
+            world.driver.faults.plan(operation, nth, forever=True)
+            with pytest.raises(DriverError, match=operation):
+                world.grow(range_, 3)
+            world.driver.faults.lift()
+            world.check()
 
 
 def test_a_chunk_that_cannot_be_unmapped_is_stuck_and_ends_the_range_there(world: World) -> None:
