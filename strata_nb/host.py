@@ -179,10 +179,8 @@ class HostDriver:
         paths: Collection[tuple[int, int]] | None = None,
         max_chunks: int = MAX_CHUNKS,
     ) -> None:
-        pages.check_system()
         everywhere = [(a, b) for a in range(len(devices)) for b in range(len(devices))]
         self.faults = Faults()
-        self._closed = False
         self._process = os.getpid()
         self._device_count = len(devices)
         self._streams = HostStreams()
@@ -192,6 +190,7 @@ class HostDriver:
             self._streams,
             max_chunks,
         )
+        self._closed = False
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self._process == os.getpid():

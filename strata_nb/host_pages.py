@@ -1,8 +1,9 @@
 """Ask the operating system for pages: reserve addresses, put a file's pages there, take them away.
 
 The host backend's only way to the C library. Every function takes and returns plain integers and
-raises `PagesError` with the system's error number. Linux only: punching holes into a file, which is
-how released memory really returns, is not portable.
+raises `PagesError` with the system's error number. Importing it elsewhere than on Linux raises
+UnsupportedDevice: punching holes into a file, which is how released memory really returns, is not
+portable.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ import sys
 import tempfile
 
 from strata_nb.errors import UnsupportedDevice
+
+if sys.platform != "linux":  # before the first name that only Linux has
+    raise UnsupportedDevice(
+        f"host devices need Linux, this is {sys.platform}", hint="use --device reference"
+    )
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -41,14 +47,6 @@ for _name, _result, _arguments in (
 
 class PagesError(OSError):
     """Report a system call that failed: `errno` and `strerror`."""
-
-
-def check_system() -> None:
-    """Raise UnsupportedDevice where this system cannot run host devices."""
-    if sys.platform != "linux":
-        raise UnsupportedDevice(
-            f"host devices need Linux, this is {sys.platform}", hint="use --device reference"
-        )
 
 
 def reserve(size: int) -> int:

@@ -115,7 +115,8 @@ class ChunkPool:
     """Own the physical memory of one device, in chunks of one size, and the ranges that map it.
 
     device, chunk_bytes   fixed at creation: every chunk lives there and has that size [2]
-    say                   called with one line whenever the result is less than what was asked for
+    say                   called with one line whenever the result is less than what was asked for;
+                          it must not call the pool, which may be in the middle of a change
 
     Nothing is created until `prepare` or a range's `grow`. Closing the pool closes its ranges.
     """

@@ -19,7 +19,7 @@ from strata_nb.errors import DriverError, OutOfDeviceMemory
 from strata_nb.execution import Driver
 from strata_nb.vmm import ChunkPool, Range, choose_chunk_bytes
 
-PATIENCE_S = 60  # a test that waits this long has failed
+PATIENCE_S = 20  # a test that waits this long has failed
 
 
 @dataclass(frozen=True)
