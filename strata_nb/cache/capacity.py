@@ -1,0 +1,326 @@
+"""Keep the account of one device's memory: which chunk belongs to whom.
+
+    capacity = experts + K/V + loan + spare + given back + stuck          at every step [9]
+
+The capacity is a number of chunks, fixed when the ledger is made; *given back* is the part of it
+that the system has. Opening is therefore the first of many changes, all of one kind: `carry_out`
+takes the `Holdings` that shall be and moves chunks until they are, or leaves all as it was. The
+plan is a pure function and the change is a transaction, and nothing else moves memory.
+
+Order of a change [8]: acquire, publish what shrinks, drain, unmap, map, publish what grew, and
+release to the system last, for that cannot be undone. One thread makes changes, between steps [17].
+Rejected: an operation for each kind of request, whose pairs would all have to be proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from strata_nb.cache.experts import ExpertArena
+from strata_nb.cache.kv import KVCache
+from strata_nb.cache.kv_layout import BLOCK_CELLS
+from strata_nb.cache.plan import Holdings, Plan
+from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
+from strata_nb.vmm import ChunkPool, MemoryDriver, Range
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Count a device's chunks by owner; the parts add up to the capacity."""
+
+    capacity: int
+    experts: int
+    kv: int
+    loan: int
+    spare: int
+    given_back: int
+    stuck: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Describe a device's ledger for people.
+
+    slots, resident   expert slots, and how many hold an expert
+    kv_cells          there is memory for
+    bytes_by_owner    what each has; the ledger's owners by the names of `Account`, and dense
+    """
+
+    device: int
+    chunk_bytes: int
+    slots: int
+    resident: int
+    kv_cells: int
+    bytes_by_owner: dict[str, int]
+
+
+class Tenant(Protocol):
+    """Use the memory of a range that a ledger maps."""
+
+    def place(self, base: int) -> None:
+        """Take the first address of the range, of which nothing is usable yet."""
+
+    def resize(self, usable_bytes: int) -> None:
+        """Use the first `usable_bytes`, and let tables name nothing behind them."""
+
+
+class Ledger:
+    """Own the chunks of one device and move them between experts, K/V and the system.
+
+    Making one takes no memory; `open` does. `close` may be called at any time, also after an `open`
+    that failed, and again: what it could not free it still owns. Every failure of a change leaves
+    valid tables and a balanced account.
+    """
+
+    def __init__(
+        self,
+        driver: MemoryDriver,
+        device: int,
+        plan: Plan,
+        kv: KVCache,
+        experts: ExpertArena,
+        *,
+        say: Callable[[str], None],
+    ) -> None:
+        self.device = device
+        self.plan = plan
+        self.kv = kv
+        self.experts = experts
+        self._driver = driver
+        self._say = say
+        self._pool = ChunkPool(driver, device, plan.chunk_bytes, say=say)
+        self._ranges: dict[str, Range] = {}  # "kv" and "experts", while they are open
+        self._loan = 0
+        self._lost: DeviceLost | None = None
+
+    def open(self) -> None:
+        """Reserve addresses and map what the plan starts with, or leave nothing behind.
+
+        Raises DriverError. Where even undoing fails, `close` tries again.
+        """
+        try:
+            self._reserve("kv", self.plan.kv_chunks, self.kv)
+            self._reserve("experts", self.plan.arena_chunks, self.experts)
+            self.carry_out(self.plan.start)
+        except DriverError as error:
+            try:
+                self.close()
+            except DriverError as another:
+                error.add_note(f"undoing failed as well: {another.message}")
+            raise
+
+    def carry_out(self, wanted: Holdings) -> None:
+        """Move chunks until every owner holds what is wanted, or leave all as it was.
+
+        Experts in slots that are lost are read in place afterwards; K/V blocks behind a smaller
+        K/V must be free. Raises DriverError. Addresses and K/V are then as before; experts may
+        have lost their slots, and what could not even be undone is said.
+        """
+        if self._lost is not None:
+            raise self._lost
+        plan, parts = self.plan, (wanted.experts, wanted.kv, wanted.loan, wanted.spare)
+        fits = wanted.kv <= plan.kv_chunks and wanted.experts + wanted.loan <= plan.arena_chunks
+        if min(parts) < 0 or wanted.chunks > plan.capacity or not fits:
+            raise RuleViolation(9, f"{wanted} of {plan}")
+        try:
+            self._change(wanted)
+        except DeviceLost as error:
+            self._lost = error
+            raise
+        self._check_account()
+
+    def holdings(self) -> Holdings:
+        """Return what each owner has now."""
+        return Holdings(
+            experts=self._mapped("experts") - self._loan,
+            kv=self._mapped("kv"),
+            loan=self._loan,
+            spare=self._pool.account().spare,
+        )
+
+    def account(self) -> Account:
+        """Return every chunk's owner."""
+        held, pool = self.holdings(), self._pool.account()
+        return Account(
+            capacity=self.plan.capacity,
+            experts=held.experts,
+            kv=held.kv,
+            loan=held.loan,
+            spare=held.spare,
+            given_back=self.plan.capacity - pool.capacity,
+            stuck=pool.stuck,
+        )
+
+    def loan(self) -> tuple[int, int]:
+        """Return address and size of what is lent from the end of the arena."""
+        held, size = self.holdings(), self.plan.chunk_bytes
+        base = self._ranges["experts"].base if held.loan else 0
+        return base + held.experts * size, held.loan * size
+
+    def describe(self) -> Report:
+        """Return slots, cells and bytes as they are now."""
+        account, size = self.account(), self.plan.chunk_bytes
+        owners = ("experts", "kv", "loan", "spare", "given_back", "stuck")
+        return Report(
+            device=self.device,
+            chunk_bytes=size,
+            slots=self.experts.usable_slots,
+            resident=self.experts.resident,
+            kv_cells=self.kv.usable_blocks * BLOCK_CELLS,
+            bytes_by_owner={
+                "dense": self.plan.needs.dense_bytes,
+                **{owner: getattr(account, owner) * size for owner in owners},
+            },
+        )
+
+    def check_integrity(self) -> None:
+        """Raise RuleViolation unless accounts balance and tables name only usable memory [16]."""
+        self._check_account()
+        self.kv.check_integrity(self._covers("kv"))
+        self.experts.check_integrity(self._covers("experts"))
+
+    def close(self) -> None:
+        """Let the tables name nothing here, drain, unmap and release; again, to retry.
+
+        Sequences end. Raises DriverError after everything that could be done.
+        """
+        self.kv.clear()
+        self._loan = 0
+        for tenant in (self.kv, self.experts):
+            tenant.resize(0)
+        if self._lost is None and self._ranges:
+            try:
+                self._drain()
+            except DeviceLost as error:
+                self._lost = error  # the pool will find out, and only close its books [15]
+        self.experts.reclaim()
+        try:
+            self._pool.close()
+        finally:
+            self._ranges = {
+                owner: range_
+                for owner, range_ in self._ranges.items()
+                if range_ in self._pool.ranges
+            }
+
+    def _reserve(self, owner: str, chunks: int, tenant: Tenant) -> None:
+        if chunks:
+            self._ranges[owner] = self._pool.open_range(chunks)
+            tenant.place(self._ranges[owner].base)
+
+    def _mapped(self, owner: str) -> int:
+        return self._ranges[owner].mapped_chunks if owner in self._ranges else 0
+
+    def _covers(self, owner: str) -> Callable[[int, int], bool]:
+        return lambda address, size: self._ranges[owner].covers(address, size)
+
+    def _targets(self, wanted: Holdings) -> dict[str, int]:
+        """Return how many chunks each open range shall map."""
+        targets = {"kv": wanted.kv, "experts": wanted.experts + wanted.loan}
+        return {owner: targets[owner] for owner in self._ranges}
+
+    def _change(self, wanted: Holdings) -> None:
+        before = self.holdings()
+        try:
+            self._acquire(wanted)
+            self._withdraw(wanted)
+            self._map(wanted)
+        except DeviceLost:
+            raise
+        except BaseException:
+            self._undo(before)
+            raise
+        self._publish(wanted)
+        self._release(wanted.spare)
+
+    def _acquire(self, wanted: Holdings) -> None:
+        """Create what is missing for the whole change, before anything else changes."""
+        account = self._pool.account()
+        missing = wanted.chunks - (account.mapped + account.spare)
+        if account.capacity + max(0, missing) > self.plan.capacity:
+            numbers = {"wanted": wanted.chunks, "of": self.plan.capacity, "stuck": account.stuck}
+            raise OutOfDeviceMemory(
+                "carry_out", 0, "chunks are stuck", device=self.device, numbers=numbers
+            )
+        if missing > 0:
+            self._pool.prepare(account.spare + missing)
+
+    def _withdraw(self, wanted: Holdings) -> None:
+        """Take from owners what they shall not have: publish, drain, unmap [7]."""
+        size, held, targets = self.plan.chunk_bytes, self.holdings(), self._targets(wanted)
+        surplus = {
+            owner: max(0, range_.mapped_chunks - targets[owner])
+            for owner, range_ in self._ranges.items()
+        }
+        lost_slots, loan_ends = wanted.experts < held.experts, wanted.loan < held.loan
+        if not (lost_slots or loan_ends or any(surplus.values())):
+            return
+        self.kv.resize(min(wanted.kv, held.kv) * size)
+        self.experts.resize(min(wanted.experts, held.experts) * size)
+        for owner, range_ in self._ranges.items():
+            range_.retire(surplus[owner])
+        try:
+            self._drain()
+        except BaseException:
+            for range_ in self._ranges.values():
+                range_.reinstate()
+            raise
+        self.experts.reclaim()
+        for range_ in self._ranges.values():
+            range_.shrink()
+
+    def _map(self, wanted: Holdings) -> None:
+        """Give owners what they shall have, from spare chunks; nothing is published."""
+        missing = {
+            owner: max(0, target - self._mapped(owner))
+            for owner, target in self._targets(wanted).items()
+        }
+        needed, spare = sum(missing.values()), self._pool.account().spare
+        if needed > spare:  # chunks that could not be unmapped: stuck
+            numbers = {"needed": needed, "spare": spare}
+            raise OutOfDeviceMemory(
+                "carry_out", 0, "chunks are stuck", device=self.device, numbers=numbers
+            )
+        for owner, count in missing.items():
+            self._ranges[owner].grow(count)
+
+    def _publish(self, held: Holdings) -> None:
+        """Let each owner use what is mapped for it."""
+        self._loan = held.loan
+        self.kv.resize(held.kv * self.plan.chunk_bytes)
+        self.experts.resize(held.experts * self.plan.chunk_bytes)
+
+    def _release(self, spare: int) -> None:
+        """Give the system what is spare beyond `spare`; a chunk that fails is stuck, and said."""
+        surplus = self._pool.account().spare - spare
+        if surplus > 0:
+            self._pool.give_back(surplus)
+
+    def _undo(self, before: Holdings) -> None:
+        """Return to what was held; where the driver refuses that too, publish what there is."""
+        try:
+            self._withdraw(before)
+            self._map(before)
+        except DeviceLost:
+            raise
+        except DriverError as error:
+            self._say(f"device {self.device}: could not return to {before}: {error.message}")
+        arena = self._mapped("experts")
+        loan = min(before.loan, arena)
+        self._publish(Holdings(experts=arena - loan, kv=self._mapped("kv"), loan=loan))
+        self._release(before.spare)
+        self._check_account()
+
+    def _drain(self) -> None:
+        """Wait for all work of the device: what it could name may then be unmapped [7]."""
+        self._driver.synchronize(self.device)
+
+    def _check_account(self) -> None:
+        """Raise RuleViolation unless every chunk of the capacity has exactly one owner."""
+        self._pool.check_integrity()
+        account = self.account()
+        owned = account.experts + account.kv + account.loan + account.spare + account.stuck
+        if account.given_back < 0 or owned + account.given_back != account.capacity:
+            raise RuleViolation(9, f"device {self.device}: {account} does not add up")

@@ -1,0 +1,244 @@
+"""Keep as many experts on a device as there is memory for, and say where each one is.
+
+    host arena    every expert's blob, in memory that the device can read
+    slots         copies of some of them on the device
+
+    expert_address[layer, expert]   where kernels read the blob: its slot, or its place in the arena
+    expert_tier[layer, expert]      who that is: `Tier`
+
+A kernel reads through the same pointer in both cases, so where an expert is cannot change a result.
+An expert that has no slot is not an error: it is read in place, over the link.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout
+from strata_nb.errors import RuleViolation
+from strata_nb.execution import ExecutionDriver
+
+NOBODY = -1
+
+
+class Tier(IntEnum):
+    """Say who computes an expert's rows, and from where."""
+
+    SLOT = 0  # this device, from its own memory
+    IN_PLACE = 1  # this device, reading host memory
+
+
+@dataclass(frozen=True)
+class HostArena:
+    """Say where every expert's blob lies in host memory that the device can read.
+
+    address      of the first byte
+    size_bytes   of the arena
+    offsets      int64 (layers, experts), of each blob, multiples of 256
+    """
+
+    address: int
+    size_bytes: int
+    offsets: npt.NDArray[np.int64]
+
+
+class ExpertArena:
+    """Own the slots of one device and the tables that kernels read.
+
+    expert_address, expert_tier   int64 and uint8 (layers, experts): where each expert is. The
+              arrays stay the same objects
+    use       int64 (layers, experts): how often each was chosen
+    hits, misses   choices that found a slot, and that did not
+
+    A slot is free, or holds one expert, or is *draining*: its expert left, and work that began
+    before may still read it. The caller says when that has ended (`reclaim`); before, nothing is
+    written to it [7]. No driver call but `fill` and `insert`, which copy and wait.
+    """
+
+    def __init__(
+        self,
+        layout: SlotLayout,
+        host: HostArena,
+        *,
+        max_slots: int,
+        driver: ExecutionDriver,
+        stream: int,
+    ) -> None:
+        if np.any((host.address + host.offsets) % BLOB_ALIGNMENT):
+            raise RuleViolation(16, f"the host arena has blobs not aligned to {BLOB_ALIGNMENT}")
+        self.layout = layout
+        self.expert_address = host.address + host.offsets
+        self.expert_tier = np.full(host.offsets.shape, Tier.IN_PLACE, np.uint8)
+        self.use = np.zeros(host.offsets.shape, np.int64)
+        self.hits = self.misses = 0
+        self.usable_slots = 0
+        self._host = host
+        self._in_place = self.expert_address.copy()
+        self._owner = np.full(max_slots, NOBODY, np.int64)  # slot -> layer * experts + expert
+        self._free: list[list[int]] = [[] for _ in layout.classes]  # a heap for each size class
+        self._draining: set[int] = set()
+        self._base = 0
+        self._driver = driver
+        self._stream = stream
+
+    # For the ledger.
+
+    def place(self, base: int) -> None:
+        """Take the first address of the reservation; nothing of it is usable yet."""
+        self._base = base
+
+    def resize(self, usable_bytes: int) -> None:
+        """Use the slots that lie whole in the first `usable_bytes`, and name no other.
+
+        Experts of slots that are lost are read in place from now on.
+        """
+        usable = min(len(self._owner), self.layout.slots_within(usable_bytes))
+        for slot in range(usable, self.usable_slots):
+            if self._owner[slot] != NOBODY:
+                self.evict(*self._expert_in(slot))
+        for slot in range(self.usable_slots, usable):
+            if slot not in self._draining:
+                heapq.heappush(self._free[self.layout.class_of_slot(slot)], slot)
+        if usable < self.usable_slots:
+            self._free = [[slot for slot in free if slot < usable] for free in self._free]
+            for free in self._free:
+                heapq.heapify(free)
+        self.usable_slots = usable
+
+    def reclaim(self) -> None:
+        """Free the draining slots: all work that began before now has ended."""
+        for slot in self._draining:
+            if slot < self.usable_slots:
+                heapq.heappush(self._free[self.layout.class_of_slot(slot)], slot)
+        self._draining.clear()
+
+    # Residency.
+
+    @property
+    def resident(self) -> int:
+        """How many experts have a slot."""
+        return int(np.count_nonzero(self._owner != NOBODY))
+
+    def owner(self, slot: int) -> tuple[int, int] | None:
+        """Return layer and number of the expert in a slot, or None."""
+        return None if self._owner[slot] == NOBODY else self._expert_in(slot)
+
+    def count_use(self, layer: int, chosen: npt.NDArray[np.integer]) -> None:
+        """Count the experts that rows (rows, top-k) of a layer chose."""
+        found = int(np.count_nonzero(self.expert_tier[layer, chosen] == Tier.SLOT))
+        self.hits += found
+        self.misses += chosen.size - found
+        np.add.at(self.use[layer], chosen.reshape(-1), 1)
+
+    def fill(self, order: Iterable[tuple[int, int]]) -> int:
+        """Give experts (layer, number) free slots of their size, in this order.
+
+        Returns how many were brought in. Experts that have a slot, or find none, are passed over.
+        The order is that of a profile, or of first use. All or nothing: on DriverError none of
+        them is resident and their slots are free.
+        """
+        placed: dict[tuple[int, int], int] = {}
+        for layer, expert in order:
+            if not any(self._free):
+                break
+            free = self._free[self.layout.class_of_layer[layer]]
+            resident = self.expert_tier[layer, expert] == Tier.SLOT or (layer, expert) in placed
+            if free and not resident:
+                placed[layer, expert] = heapq.heappop(free)
+        try:
+            self._load(placed)
+        except BaseException:
+            for slot in placed.values():
+                heapq.heappush(self._free[self.layout.class_of_slot(slot)], slot)
+            raise
+        return len(placed)
+
+    def insert(self, layer: int, expert: int, slot: int) -> None:
+        """Copy an expert to a free slot, wait, and let the tables name it.
+
+        On DriverError the expert is still read in place and the slot is free.
+        """
+        size_class = self.layout.class_of_layer[layer]
+        if slot not in self._free[size_class]:
+            state = "draining" if slot in self._draining else "not free, or not of its size"
+            raise RuleViolation(7, f"expert {expert} of layer {layer} to slot {slot}: {state}")
+        if self.expert_tier[layer, expert] == Tier.SLOT:
+            raise RuleViolation(3, f"expert {expert} of layer {layer} has a slot")
+        self._load({(layer, expert): slot})
+        self._free[size_class].remove(slot)
+        heapq.heapify(self._free[size_class])
+
+    def evict(self, layer: int, expert: int) -> int:
+        """Let the tables name the host's copy again; returns the slot, which is draining."""
+        if self.expert_tier[layer, expert] != Tier.SLOT:
+            raise RuleViolation(9, f"expert {expert} of layer {layer} has no slot")
+        slot = int(np.flatnonzero(self._owner == layer * self.layout.experts + expert)[0])
+        self.expert_address[layer, expert] = self._in_place[layer, expert]
+        self.expert_tier[layer, expert] = Tier.IN_PLACE
+        self._owner[slot] = NOBODY
+        self._draining.add(slot)
+        return slot
+
+    def check_integrity(self, covers: Callable[[int, int], bool]) -> None:
+        """Raise RuleViolation unless every address in the table is right.
+
+        covers   whether an address and a size lie in memory that tables may name
+        """
+        slot_of = {int(owner): slot for slot, owner in enumerate(self._owner) if owner != NOBODY}
+        if len(slot_of) != self.resident:
+            raise RuleViolation(3, f"an expert has two slots: {self._owner.tolist()}")
+        for layer, expert in np.ndindex(self.expert_address.shape):
+            where = f"expert {expert} of layer {layer}"
+            address, size = int(self.expert_address[layer, expert]), self.layout.blob_bytes[layer]
+            slot = slot_of.pop(layer * self.layout.experts + expert, None)
+            if (slot is None) != (self.expert_tier[layer, expert] == Tier.IN_PLACE):
+                raise RuleViolation(
+                    16, f"{where}: tier {self.expert_tier[layer, expert]}, slot {slot}"
+                )
+            if slot is None:
+                end = address + size - self._host.address
+                if (
+                    address != self._in_place[layer, expert]
+                    or not size <= end <= self._host.size_bytes
+                ):
+                    raise RuleViolation(
+                        16, f"{where}: {address:#x} is not its place in the host arena"
+                    )
+            elif (
+                slot >= self.usable_slots
+                or address != self._base + self.layout.offset(slot)
+                or size > self.layout.slot_bytes(slot)
+                or not covers(address, size)
+            ):
+                raise RuleViolation(16, f"{where}: {address:#x} is not slot {slot}, or not usable")
+        if slot_of:
+            raise RuleViolation(9, f"slots of no expert: {slot_of}")
+        idle = [*self._draining, *(slot for free in self._free for slot in free)]
+        held = np.flatnonzero(self._owner != NOBODY).tolist()
+        below = sorted(slot for slot in [*idle, *held] if slot < self.usable_slots)
+        if below != list(range(self.usable_slots)) or len(set(idle)) != len(idle):
+            raise RuleViolation(9, f"{self.usable_slots} slots: held {held}, idle {idle}")
+
+    def _expert_in(self, slot: int) -> tuple[int, int]:
+        layer, expert = divmod(int(self._owner[slot]), self.layout.experts)
+        return layer, expert
+
+    def _load(self, placed: dict[tuple[int, int], int]) -> None:
+        """Copy blobs to slots, wait for all of them, then name them: publication comes last."""
+        if not placed:
+            return
+        for (layer, expert), slot in placed.items():
+            source, size = int(self._in_place[layer, expert]), self.layout.blob_bytes[layer]
+            target = self._base + self.layout.offset(slot)
+            self._driver.copy_async(target, source, size, self._stream)
+        self._driver.stream_synchronize(self._stream)
+        for (layer, expert), slot in placed.items():
+            self._owner[slot] = layer * self.layout.experts + expert
+            self.expert_address[layer, expert] = self._base + self.layout.offset(slot)
+            self.expert_tier[layer, expert] = Tier.SLOT

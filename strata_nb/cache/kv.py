@@ -1,0 +1,324 @@
+"""Keep keys and values in blocks of 64 cells that sequences hold by address.
+
+    reservation   | block 0 | block 1 | block 2 | . . .     a mapped prefix, cut into blocks
+    table         row 0: address of block 2, of block 0     a sequence is a row of addresses
+                  row 1: address of block 2                 and may share blocks with another
+
+A block holds its cells for every layer (kv_layout.py), so one address a block is all that a kernel
+looks up, and several sequences, shared beginnings and a window over the past are changes of the
+table. One range for each layer and part was rejected: each wastes a part of a chunk, 120 MiB for a
+model of 135M.
+
+What is stored is rounded by kernels, never here. This file maps no memory either: the ledger says
+with `place` and `resize` which addresses may be used.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from strata_nb.cache.kv_layout import BLOCK_CELLS, SCALE_TYPE, KVLayout, Part, blocks_for
+from strata_nb.errors import ConfigError, OutOfDeviceMemory, RuleViolation
+from strata_nb.execution import ExecutionDriver
+
+
+class StoredHeads(NamedTuple):
+    """Hold cells of one layer and part as they are stored, rows first.
+
+    values   (cells, kv heads, head length), float16 or int8
+    scales   (cells, kv heads, groups) float16; no groups where the values are float16
+    """
+
+    values: npt.NDArray[Any]
+    scales: npt.NDArray[np.float16]
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """The cells [0, length) are written; [length, room) may be written: nobody else sees them."""
+
+    length: int = 0
+    room: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class KVCache:
+    """Own the blocks of one device and the table that kernels read.
+
+    table   int64 (sequences, blocks of a full context): addresses of a sequence's blocks, 0 behind
+            the last. The array stays the same object; a row is a sequence's number
+
+    A step is `extend` (room for its rows), then kernels that write the new cells and read all, then
+    `advance`. A step that fails is forgotten by not calling `advance`. Call between steps, on the
+    thread that enqueues them: a block that is freed here is written again only by later work of the
+    same stream. Cells that were never written hold arbitrary bytes [14].
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        context: int,
+        sequences: int,
+        driver: ExecutionDriver,
+        stream: int,
+    ) -> None:
+        self.layout = layout
+        self.context = context
+        self.table = np.zeros((sequences, blocks_for(context)), np.int64)
+        self.usable_blocks = 0
+        self._base = 0
+        self._driver = driver
+        self._stream = stream
+        self._free: list[int] = []  # a heap: low blocks first, so that the end can be given up
+        self._holders: Counter[int] = Counter()  # block -> sequences that hold it
+        self._open: dict[int, _Sequence] = {}
+
+    # For the ledger.
+
+    def place(self, base: int) -> None:
+        """Take the first address of the reservation; nothing of it is usable yet."""
+        self._base = base
+
+    def resize(self, usable_bytes: int) -> None:
+        """Use the blocks that lie whole in the first `usable_bytes`, and name no other.
+
+        Raises RuleViolation, and changes nothing, where a sequence holds one beyond.
+        """
+        usable = usable_bytes // self.layout.block_bytes
+        highest = max(self._holders, default=-1)
+        if usable <= highest:
+            raise RuleViolation(16, f"{usable} K/V blocks stay, block {highest} is held")
+        self.usable_blocks = usable
+        self._free = [block for block in range(usable) if block not in self._holders]
+
+    def clear(self) -> None:
+        """Close every sequence."""
+        for sequence in list(self._open):
+            self.close_sequence(sequence)
+
+    # For sessions.
+
+    @property
+    def free_cells(self) -> int:
+        """Cells of the blocks that no sequence holds."""
+        return len(self._free) * BLOCK_CELLS
+
+    def length(self, sequence: int) -> int:
+        """Return how many cells are written."""
+        return self._open[sequence].length
+
+    def open_sequence(self) -> int:
+        """Return the number of a new, empty sequence; ConfigError where all rows are taken."""
+        rows = len(self.table)
+        number = next((row for row in range(rows) if row not in self._open), None)
+        if number is None:
+            raise ConfigError(
+                f"{rows} sequences are open, as many as there is a table for",
+                hint="close one first",
+            )
+        self._open[number] = _Sequence()
+        return number
+
+    def close_sequence(self, sequence: int) -> None:
+        """Forget a sequence; its blocks are free where no other holds them."""
+        self._drop_behind(sequence, 0)
+        del self._open[sequence]
+
+    def extend(self, sequence: int, cells: int) -> None:
+        """Make room for `cells` cells behind those written, or raise and change nothing.
+
+        A block that another sequence holds too is copied before its free cells are given away.
+        Waits for that copy. ConfigError beyond the context; OutOfDeviceMemory without free blocks.
+        """
+        held = self._open[sequence]
+        end = held.length + cells
+        if cells < 0 or end > self.context:
+            raise ConfigError(
+                f"{cells} more cells behind {held.length}: the context has {self.context}",
+                hint="a larger --ctx-size, where the model allows it",
+            )
+        last = held.length // BLOCK_CELLS  # the block of the next cell
+        copies = cells > 0 and last < len(held.blocks) and self._holders[held.blocks[last]] > 1
+        missing = max(0, blocks_for(end) - len(held.blocks))
+        if missing + copies > len(self._free):
+            numbers = {
+                "blocks": missing + copies,
+                "free": len(self._free),
+                "of": self.usable_blocks,
+            }
+            raise OutOfDeviceMemory("extend", 0, "the K/V is full", numbers=numbers)
+        if copies:
+            self._own(sequence, last)
+        for _ in range(missing):
+            self._hold(sequence, len(held.blocks), heapq.heappop(self._free))
+        held.room = max(held.room, end)
+
+    def advance(self, sequence: int, cells: int) -> None:
+        """Count `cells` of the cells that there is room for as written, in every layer."""
+        held = self._open[sequence]
+        if not 0 <= cells <= held.room - held.length:
+            raise RuleViolation(14, f"{cells} cells written, room was for {held.room}")
+        held.length += cells
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """Keep the first `length` cells; blocks behind them are free where no other holds them."""
+        held = self._open[sequence]
+        if not 0 <= length <= held.length:
+            raise ConfigError(
+                f"cannot rewind to {length}: the K/V holds {held.length} cells",
+                hint=f"a length from 0 to {held.length}",
+            )
+        self._drop_behind(sequence, blocks_for(length))
+        held.length = held.room = length
+
+    def fork(self, sequence: int, length: int) -> int:
+        """Return a new sequence that begins with the first `length` cells; copies nothing.
+
+        The room that either had behind its cells is gone: `extend` it before it is written.
+        """
+        held = self._open[sequence]
+        if not 0 <= length <= held.length:
+            raise ConfigError(
+                f"cannot fork at {length}: the K/V holds {held.length} cells",
+                hint=f"a length from 0 to {held.length}",
+            )
+        number = self.open_sequence()
+        self.rewind(sequence, held.length)
+        for index, block in enumerate(held.blocks[: blocks_for(length)]):
+            self._hold(number, index, block)
+        self._open[number].length = self._open[number].room = length
+        return number
+
+    # Cells that the host can address.
+
+    def write_rows(
+        self, sequence: int, layer: int, part: Part, first: int, rows: StoredHeads
+    ) -> None:
+        """Store cells first, first + 1, ... of a layer; there must be room for them.
+
+        Only on a device whose memory the host can address, and for no speed.
+        """
+        held, count = self._open[sequence], len(rows.values)
+        if not held.length <= first <= first + count <= held.room:
+            where = f"[{first}, {first + count})"
+            raise RuleViolation(14, f"cells {where}, may write [{held.length}, {held.room})")
+        for row, stored in enumerate(self._cells(held, layer, part, range(first, first + count))):
+            stored.values[...] = rows.values[row]
+            stored.scales[...] = rows.scales[row]
+
+    def read_rows(
+        self, sequence: int, layer: int, part: Part, first: int, count: int
+    ) -> StoredHeads:
+        """Return a copy of `count` written cells of a layer; the same restrictions."""
+        held = self._open[sequence]
+        if not 0 <= first <= first + count <= held.length:
+            where = f"[{first}, {first + count})"
+            raise RuleViolation(14, f"cells {where}, written are [0, {held.length})")
+        cells = list(self._cells(held, layer, part, range(first, first + count)))
+        plane, heads = self.layout.plane(part), self.layout.kv_heads
+        values = np.empty((count, heads, plane.length), plane.value_type)
+        scales = np.empty((count, heads, plane.groups), SCALE_TYPE)
+        for row, stored in enumerate(cells):
+            values[row], scales[row] = stored
+        return StoredHeads(values, scales)
+
+    def check_integrity(self, covers: Callable[[int, int], bool]) -> None:
+        """Raise RuleViolation unless table, sequences and free blocks say the same.
+
+        covers   whether an address and a size lie in memory that tables may name
+        """
+        holders: Counter[int] = Counter()
+        wanted = np.zeros_like(self.table)
+        for number, held in self._open.items():
+            if not 0 <= held.length <= held.room <= len(held.blocks) * BLOCK_CELLS:
+                raise RuleViolation(14, f"sequence {number}: {held}")
+            holders.update(held.blocks)
+            wanted[number, : len(held.blocks)] = [self._address(block) for block in held.blocks]
+        if not np.array_equal(wanted, self.table):
+            raise RuleViolation(16, "the K/V table does not name what the sequences hold")
+        if holders != self._holders:
+            raise RuleViolation(9, f"K/V blocks are held {holders}, counted {self._holders}")
+        if sorted([*self._free, *holders]) != list(range(self.usable_blocks)):
+            raise RuleViolation(9, f"of {self.usable_blocks} K/V blocks {self._free} are free")
+        for number, held in self._open.items():
+            for index in range(held.length // BLOCK_CELLS, len(held.blocks)):
+                writable = held.room > max(held.length, index * BLOCK_CELLS)
+                if writable and holders[held.blocks[index]] > 1:
+                    raise RuleViolation(3, f"sequence {number} may write a block that others hold")
+        for block in holders:
+            if not covers(self._address(block), self.layout.block_bytes):
+                raise RuleViolation(16, f"K/V block {block} has no memory")
+
+    def _address(self, block: int) -> int:
+        return self._base + block * self.layout.block_bytes
+
+    def _hold(self, sequence: int, index: int, block: int) -> None:
+        """Append a block to a sequence, or exchange one of its blocks."""
+        blocks = self._open[sequence].blocks
+        blocks[index : index + 1] = [block]
+        self._holders[block] += 1
+        self.table[sequence, index] = self._address(block)
+
+    def _let_go(self, block: int) -> None:
+        self._holders[block] -= 1
+        if self._holders[block] == 0:
+            del self._holders[block]
+            heapq.heappush(self._free, block)
+
+    def _drop_behind(self, sequence: int, count: int) -> None:
+        """Keep the first `count` blocks of a sequence."""
+        held = self._open[sequence]
+        self.table[sequence, count:] = 0
+        for block in held.blocks[count:]:
+            self._let_go(block)
+        del held.blocks[count:]
+
+    def _own(self, sequence: int, index: int) -> None:
+        """Give a sequence a copy of a block of its own, whole, in the place of a shared one."""
+        shared, block = self._open[sequence].blocks[index], self._free[0]
+        size = self.layout.block_bytes
+        self._driver.copy_async(self._address(block), self._address(shared), size, self._stream)
+        self._driver.stream_synchronize(self._stream)
+        heapq.heappop(self._free)
+        self._hold(sequence, index, block)
+        self._let_go(shared)
+
+    def _cells(self, held: _Sequence, layer: int, part: Part, cells: range) -> list[StoredHeads]:
+        """Return a view of each cell: values (kv heads, head length), scales (kv heads, groups)."""
+        plane = self.layout.plane(part)
+        offset, size = self.layout.part_offset(layer, part), plane.size_bytes
+        views = []
+        for cell in cells:
+            index, row = divmod(cell, BLOCK_CELLS)
+            address = self._address(held.blocks[index]) + offset
+            planes = memory_view(address, self.layout.kv_heads * size)
+            by_head = planes.reshape(self.layout.kv_heads, size)
+            values = by_head[:, : plane.scales_offset].view(plane.value_type)
+            scales = by_head[:, plane.scales_offset :].view(SCALE_TYPE)
+            views.append(
+                StoredHeads(
+                    values[:, row * plane.length : (row + 1) * plane.length],
+                    scales[:, row * plane.groups : (row + 1) * plane.groups],
+                )
+            )
+        return views
+
+
+def memory_view(address: int, size: int) -> npt.NDArray[np.uint8]:
+    """Return the bytes at an address that the host can read and write; valid while it is mapped."""
+    return np.asarray(
+        _Memory({"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3})
+    )
+
+
+@dataclass(frozen=True)
+class _Memory:
+    __array_interface__: dict[str, Any]

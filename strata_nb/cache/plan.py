@@ -1,0 +1,155 @@
+"""Divide a device's memory between dense weights, reserve, K/V and expert slots; arithmetic only.
+
+The K/V comes first, experts take what is left: without a cell nothing runs, without a slot an
+expert is read in place. What does not fit is refused with the whole sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strata_nb.cache.kv_layout import BLOCK_CELLS, KVLayout
+from strata_nb.cache.slots import SlotLayout
+from strata_nb.errors import ConfigError
+from strata_nb.vmm import MemoryDriver, choose_chunk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Say what a device is to hold.
+
+    dense_bytes     weights and buffers beside the ledger, still to be allocated
+    reserve_bytes   that stay free for others
+    kv, kv_cells    the K/V and how many cells of it are there from the start, in all sequences
+    kv_most_cells   that it may ever have: addresses are reserved for them
+    slots           of experts; None where none are kept (a dense model, experts read in place)
+    slots_wanted    None: as many as there is room for
+    """
+
+    dense_bytes: int
+    reserve_bytes: int
+    kv: KVLayout
+    kv_cells: int
+    kv_most_cells: int
+    slots: SlotLayout | None
+    slots_wanted: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Say how many chunks each owner has; what is left of the capacity is given back.
+
+    experts   mapped from the beginning of the arena
+    loan      mapped behind those, lent to whoever reads a prompt
+    kv        mapped from the beginning of the K/V
+    spare     that no address names, to be mapped next
+    """
+
+    experts: int = 0
+    kv: int = 0
+    loan: int = 0
+    spare: int = 0
+
+    @property
+    def chunks(self) -> int:
+        return self.experts + self.kv + self.loan + self.spare
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Say how a device is cut up.
+
+    capacity        chunks that the ledger may ever have
+    start           what is mapped at the start
+    slots           expert slots that are used, also if a chunk more would hold another
+    arena_chunks, kv_chunks   that addresses are reserved for
+    """
+
+    needs: Needs
+    chunk_bytes: int
+    capacity: int
+    start: Holdings
+    slots: int
+    arena_chunks: int
+    kv_chunks: int
+
+
+def plan_device(driver: MemoryDriver, device: int, needs: Needs) -> Plan:
+    """Plan for what is free on a device now; raises ConfigError where the needs do not fit.
+
+    Chunks are sized for what the ledger can ever hold, so that a small model has small ones.
+    """
+    free_bytes, _ = driver.mem_info(device)
+    most_bytes = needs.kv.bytes_for(needs.kv_most_cells)
+    if needs.slots is not None:
+        most_bytes += needs.slots.bytes_of(needs.slots.full_slots)
+    ledger_bytes = min(most_bytes, free_bytes - needs.dense_bytes - needs.reserve_bytes)
+    return plan_capacity(
+        needs, free_bytes, choose_chunk_bytes(driver, device, max(1, ledger_bytes))
+    )
+
+
+def plan_capacity(needs: Needs, free_bytes: int, chunk_bytes: int) -> Plan:
+    """Divide `free_bytes` of a device: dense weights, reserve, K/V, and slots for the rest.
+
+    The floor is one expert slot a layer. ConfigError with the whole sum where the needs, or the
+    floor, or the slots that were asked for do not fit.
+    """
+
+    def chunks(size: int) -> int:
+        return -(-size // chunk_bytes)
+
+    slots = needs.slots if needs.slots_wanted != 0 else None
+    least = 0 if slots is None else needs.slots_wanted or slots.layers
+    if slots is not None and least < slots.layers:
+        raise ConfigError(
+            f"{least} expert slots: a model of {slots.layers} layers needs one for each",
+            hint=f"give --expert-cache auto, {slots.layers} or more, or 0 to read all in place",
+        )
+    kv = chunks(needs.kv.bytes_for(needs.kv_cells))
+    arena = chunks(slots.bytes_of(least)) if slots is not None else 0
+    room = max(0, free_bytes - needs.dense_bytes - needs.reserve_bytes) // chunk_bytes
+    if kv + arena > room:
+        raise _does_not_fit(needs, free_bytes, chunk_bytes, kv, arena, least)
+    if slots is not None and needs.slots_wanted is None:
+        least = slots.slots_within((room - kv) * chunk_bytes)
+        arena = chunks(slots.bytes_of(least))
+    kv_chunks = chunks(needs.kv.bytes_for(needs.kv_most_cells))
+    arena_chunks = chunks(slots.bytes_of(slots.full_slots)) if slots is not None else 0
+    capacity = min(room, kv_chunks + arena_chunks)
+    start = Holdings(experts=arena, kv=kv)
+    return Plan(needs, chunk_bytes, capacity, start, least, arena_chunks, kv_chunks)
+
+
+def _does_not_fit(
+    needs: Needs, free_bytes: int, chunk_bytes: int, kv: int, arena: int, slots: int
+) -> ConfigError:
+    """Make the refusal: every line of the sum, and what would make it smaller."""
+    parts = [
+        (needs.dense_bytes, "dense weights and buffers"),
+        (needs.reserve_bytes, "kept free for others"),
+        (kv * chunk_bytes, f"K/V of {needs.kv_cells:,} cells"),
+        (arena * chunk_bytes, f"{slots:,} expert slots"),
+    ]
+    needed = sum(size for size, _ in parts)
+    lines = [f"{size:16,}  {name}" for size, name in parts if size]
+    rest = free_bytes - (needed - kv * chunk_bytes)
+    blocks = rest // chunk_bytes * chunk_bytes // needs.kv.block_bytes
+    if blocks > 0:
+        hint = f"give --ctx-size {blocks * BLOCK_CELLS} or less"
+    elif needs.slots_wanted is not None:
+        hint = "give --expert-cache auto"
+    else:
+        hint = "a device with more memory, or a smaller file"
+    return ConfigError(
+        "\n".join(
+            [
+                "the model does not fit, in bytes:",
+                *lines,
+                f"{needed:16,}  needed",
+                f"{free_bytes:16,}  free on the device",
+                f"{needed - free_bytes:16,}  missing",
+            ]
+        ),
+        hint=hint,
+    )

@@ -1,0 +1,51 @@
+"""Record which experts each token used, for those who compare ways of keeping experts.
+
+The file is a numpy array, int16 (tokens, layers, top_k): ids in no order, as
+`tools/make_routes.py` makes them without a model. It is kept in memory until it is saved: 768 bytes
+a token for 48 layers and 8 experts.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from strata_nb.cache.profile import replaced_file
+from strata_nb.errors import ConfigError, RuleViolation
+
+MOST_EXPERTS = 1 << 15  # of a layer, that int16 can name
+
+
+class RoutingTrace:
+    """Collect the routes of a model; a token uses `top_k` of the experts of each layer."""
+
+    def __init__(self, layers: int, experts: int, top_k: int) -> None:
+        if experts > MOST_EXPERTS:
+            raise ConfigError(f"a routing trace of {experts:,} experts: it holds {MOST_EXPERTS:,}")
+        self._shape = (layers, top_k)
+        self._experts = experts
+        self._parts: list[npt.NDArray[np.int16]] = []
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self._parts))
+
+    def append(self, routes: npt.NDArray[np.integer]) -> None:
+        """Add the routes of some tokens, (tokens, layers, top_k); the array may be used again."""
+        if routes.shape[1:] != self._shape:
+            raise RuleViolation(16, f"routes {routes.shape} of a model with {self._shape}")
+        if routes.size and not 0 <= routes.min() <= routes.max() < self._experts:
+            numbers = f"{routes.min()} to {routes.max()}, the model has {self._experts}"
+            raise RuleViolation(16, f"routes to experts {numbers}")
+        self._parts.append(routes.astype(np.int16))
+
+    def routes(self) -> npt.NDArray[np.int16]:
+        """Return all routes so far, int16 (tokens, layers, top_k)."""
+        return np.concatenate([np.empty((0, *self._shape), np.int16), *self._parts])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all routes so far; a reader sees the old file or the new one. Raises OSError."""
+        with replaced_file(path) as file:
+            np.save(file, self.routes())

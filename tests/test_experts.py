@@ -1,0 +1,336 @@
+"""Experts in slots and in host memory: sizes, tables, what may be written when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from cache_world import BLOBS, EXPERTS, World, overwrite
+from driver_contract import held_stream
+
+from strata_nb.cache.capacity import Ledger
+from strata_nb.cache.experts import ExpertArena, HostArena, Tier
+from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout, host_offsets, slot_budget
+from strata_nb.errors import ConfigError, DriverError, RuleViolation
+
+ALL = list(np.ndindex(len(BLOBS), EXPERTS))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """A device with 7 of 12 slots: two rounds and the first slot of the third."""
+    made = World(slots=7)
+    made.open()
+    yield made
+    made.check()
+    made.end()
+
+
+def ledger_of(world: World) -> Ledger:
+    assert world.ledger is not None
+    return world.ledger
+
+
+def arena_of(world: World) -> ExpertArena:
+    return ledger_of(world).experts
+
+
+# Slots.
+
+
+def test_slots_follow_each_other_aligned_and_every_round_serves_every_layer() -> None:
+    layout = SlotLayout((5000, 9000, 5000, 512), 3)
+    end = 0
+    for slot in range(layout.full_slots):
+        layer = slot % 4
+        assert layout.offset(slot) == end
+        assert end % BLOB_ALIGNMENT == 0
+        assert 0 <= layout.slot_bytes(slot) - layout.blob_bytes[layer] < BLOB_ALIGNMENT
+        assert layout.class_of_slot(slot) == layout.class_of_layer[layer]
+        end += layout.slot_bytes(slot)
+        assert layout.bytes_of(slot + 1) == end
+    assert layout.classes == [512, 5120, 9216]
+
+
+def test_the_slots_of_a_prefix_are_those_that_lie_in_it_whole() -> None:
+    layout = SlotLayout((5000, 9000, 512), 3)
+    for arena_bytes in range(0, layout.bytes_of(9) + 10_000, 256):
+        slots = layout.slots_within(arena_bytes)
+        assert layout.bytes_of(slots) <= arena_bytes
+        assert slots == 9 or layout.bytes_of(slots + 1) > arena_bytes
+    assert SlotLayout((), 0).slots_within(1 << 40) == 0
+    assert SlotLayout((), 0).bytes_of(0) == 0
+
+
+def test_blobs_of_the_host_arena_lie_one_behind_the_other_and_aligned() -> None:
+    offsets, size = host_offsets((300, 256), 3)
+    assert offsets.tolist() == [[0, 512, 1024], [1536, 1792, 2048]]
+    assert size == 2304
+    assert offsets.dtype == np.int64
+    assert host_offsets((), 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [
+        ("auto", None),
+        ("0", 0),
+        ("5", 5),
+        ("13", 12),
+        ("50%", 6),
+        ("12.5%", 1),
+        ("100%", 12),
+        ("1GiB", 12),
+        ("0.015625MiB", 2),
+    ],
+)
+def test_the_size_of_the_cache_is_slots_a_share_or_bytes(text: str, slots: int | None) -> None:
+    assert slot_budget(text, SlotLayout(BLOBS, EXPERTS)) == slots
+
+
+@pytest.mark.parametrize(
+    "text", ["", "some", "-1", "1.5", "101%", "nan%", "5 GiB", "1GB", "٣", "1e3", "0x10"]
+)
+def test_another_size_of_the_cache_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--expert-cache") as refused:
+        slot_budget(text, SlotLayout(BLOBS, EXPERTS))
+    assert "N%" in refused.value.hint
+
+
+# Residency.
+
+
+def test_without_a_slot_an_expert_is_read_in_place(world: World) -> None:
+    arena = arena_of(world)
+    assert arena.resident == 0
+    assert (arena.expert_tier == Tier.IN_PLACE).all()
+    assert np.array_equal(arena.expert_address, world.host.address + world.host.offsets)
+    assert arena.expert_address.dtype == np.int64
+    assert arena.expert_tier.dtype == np.uint8
+
+
+def test_experts_are_brought_in_in_the_order_given_while_their_size_has_slots(
+    world: World,
+) -> None:
+    arena = arena_of(world)
+    tables = arena.expert_address, arena.expert_tier
+    order = [(2, 3), (2, 2), (1, 0), (2, 1), (2, 3), (2, 0), (1, 2), (1, 3), (0, 0), (0, 1)]
+    assert arena.fill(order) == 7
+    # 5 slots of layers 0 and 2, whose experts are of one size, and 2 of layer 1.
+    resident = {(2, 3), (2, 2), (2, 1), (2, 0), (0, 0), (1, 0), (1, 2)}
+    assert set(zip(*map(np.ndarray.tolist, np.nonzero(arena.expert_tier == 0)), strict=True)) == (
+        resident
+    )
+    assert {arena.owner(slot) for slot in range(7)} == resident
+    assert arena.fill(ALL) == 0
+    assert tables[0] is arena.expert_address
+    assert tables[1] is arena.expert_tier
+
+
+def test_slots_are_real_and_nobody_reads_the_host_for_what_is_in_one(world: World) -> None:
+    arena = arena_of(world)
+    arena.fill(ALL)
+    for layer, expert in ALL:
+        resident = arena.expert_tier[layer, expert] == Tier.SLOT
+        where = "slot" if resident else "host"
+        overwrite(world.host_blob(layer, expert).ctypes.data, BLOBS[layer])
+        intact = np.array_equal(world.named_blob(layer, expert), world.blob(layer, expert))
+        assert intact == (where == "slot")
+        world.host_blob(layer, expert)[:] = world.blob(layer, expert)
+    for layer, expert in ALL:
+        if arena.expert_tier[layer, expert] == Tier.SLOT:
+            overwrite(int(arena.expert_address[layer, expert]), BLOBS[layer])
+            assert (world.named_blob(layer, expert) == 0xFF).all()
+            arena.evict(layer, expert)
+            assert np.array_equal(world.named_blob(layer, expert), world.blob(layer, expert))
+
+
+def test_an_expert_is_evicted_and_another_takes_its_slot_after_draining(world: World) -> None:
+    arena = arena_of(world)
+    arena.fill(ALL)
+    slot = arena.evict(1, 0)
+    assert arena.owner(slot) is None
+    with pytest.raises(RuleViolation, match=r"rule 7.*draining"):
+        arena.insert(1, 3, slot)
+    assert arena.fill([(1, 3)]) == 0
+    world.check()
+    arena.reclaim()
+    arena.insert(1, 3, slot)
+    assert arena.owner(slot) == (1, 3)
+    assert arena.resident == 7
+
+
+def test_a_slot_takes_only_an_expert_of_its_size_that_has_none(world: World) -> None:
+    arena = arena_of(world)
+    with pytest.raises(RuleViolation, match="rule 7"):
+        arena.insert(0, 0, 1)
+    with pytest.raises(RuleViolation, match="rule 7"):
+        arena.insert(0, 0, 9)
+    arena.insert(0, 0, 2)  # of layer 2, whose experts are of the same size
+    with pytest.raises(RuleViolation, match="rule 7"):
+        arena.insert(0, 1, 2)
+    with pytest.raises(RuleViolation, match="rule 3"):
+        arena.insert(0, 0, 0)
+    with pytest.raises(RuleViolation, match="rule 9"):
+        arena.evict(0, 1)
+
+
+def test_slots_that_are_lost_return_their_experts_to_the_host(world: World) -> None:
+    arena = arena_of(world)
+    arena.fill(ALL)
+    layout = arena.layout
+    in_last = [arena.owner(slot) for slot in (4, 5, 6)]
+    arena.resize(layout.bytes_of(4))
+    assert arena.usable_slots == 4
+    assert arena.resident == 4
+    for expert in in_last:
+        assert expert is not None
+        assert arena.expert_tier[expert] == Tier.IN_PLACE
+    world.check()
+    # They come back, but work from before may still read them: nothing is written yet.
+    arena.resize(layout.bytes_of(7))
+    assert arena.fill(ALL) == 0
+    world.check()
+    arena.reclaim()
+    assert arena.fill(ALL) == 3
+
+
+def test_free_slots_that_are_lost_are_not_given_out(world: World) -> None:
+    arena = arena_of(world)
+    arena.resize(arena.layout.bytes_of(3))
+    assert arena.fill(ALL) == 3
+    arena.resize(arena.layout.bytes_of(12))
+    assert arena.usable_slots == 7
+    assert arena.fill(ALL) == 4
+
+
+@pytest.mark.parametrize("operation", ["copy_async", "stream_synchronize"])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_fill_that_fails_leaves_every_expert_in_place(
+    world: World, operation: str, nth: int
+) -> None:
+    arena = arena_of(world)
+    world.driver.faults.plan(operation, nth if operation == "copy_async" else 1)
+    with pytest.raises(DriverError, match="on request"):
+        arena.fill(ALL)
+    assert arena.resident == 0
+    world.check()
+    assert arena.fill(ALL) == 7
+
+
+def test_an_insertion_that_fails_can_be_repeated(world: World) -> None:
+    arena = arena_of(world)
+    world.driver.faults.plan("copy_async")
+    with pytest.raises(DriverError):
+        arena.insert(1, 2, 1)
+    world.check()
+    arena.insert(1, 2, 1)
+
+
+def test_hits_misses_and_uses_are_counted(world: World) -> None:
+    arena = arena_of(world)
+    arena.fill([(0, 1), (1, 1)])
+    arena.count_use(0, np.array([[0, 1], [1, 3], [1, 1]]))
+    arena.count_use(2, np.array([[1]]))
+    assert (arena.hits, arena.misses) == (4, 3)
+    assert np.array_equal(arena.use, [[1, 4, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
+
+
+def test_without_slots_everything_is_read_in_place() -> None:
+    world = World(slots=0)
+    ledger = world.open()
+    assert ledger.experts.fill(ALL) == 0
+    assert ledger.describe().slots == 0
+    world.check()
+    world.end()
+
+
+def test_blobs_that_are_not_aligned_are_refused(world: World) -> None:
+    offsets = world.host.offsets + 16
+    host = HostArena(world.host.address, world.host.size_bytes, offsets)
+    with pytest.raises(RuleViolation, match="rule 16"):
+        ExpertArena(
+            SlotLayout(BLOBS, EXPERTS), host, max_slots=0, driver=world.driver, stream=world.stream
+        )
+
+
+# check_integrity
+
+
+def broken_tables(arena: ExpertArena, ledger: Ledger, how: str) -> None:
+    if how == "another slot":
+        arena.expert_address[0, 0] += 256
+    elif how == "another place in the arena":
+        arena.expert_address[2, 3] = arena.expert_address[2, 2]
+    elif how == "a tier that is not true":
+        arena.expert_tier[2, 3] = Tier.SLOT
+    elif how == "one slot for two":
+        arena.expert_address[0, 1], arena.expert_tier[0, 1] = arena.expert_address[0, 0], Tier.SLOT
+    elif how == "two slots for one":
+        arena._owner[3] = arena._owner[0]
+    elif how == "an owner that left":
+        arena.expert_address[0, 0] = arena._in_place[0, 0]
+        arena.expert_tier[0, 0] = Tier.IN_PLACE
+    elif how == "a slot without memory":
+        ledger._ranges["experts"].retire(ledger.holdings().experts)
+    elif how == "a slot that is free and held":
+        arena._free[0].append(0)
+    elif how == "a slot that nobody has":
+        arena._free[1].clear()
+    elif how == "a place behind the host arena":
+        object.__setattr__(arena._host, "size_bytes", arena._host.size_bytes - 4000)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "another slot",
+        "another place in the arena",
+        "a tier that is not true",
+        "one slot for two",
+        "two slots for one",
+        "an owner that left",
+        "a slot without memory",
+        "a slot that is free and held",
+        "a slot that nobody has",
+        "a place behind the host arena",
+    ],
+)
+def test_tables_that_are_wrong_are_found(how: str) -> None:
+    world = World(slots=7)
+    ledger = world.open()
+    ledger.experts.fill([(0, 0), (1, 1)])
+    ledger.check_integrity()
+    broken_tables(ledger.experts, ledger, how)
+    with pytest.raises(RuleViolation):
+        ledger.check_integrity()
+    world.driver.close()
+
+
+def test_a_slot_is_published_after_its_copy_has_landed(world: World) -> None:
+    arena = arena_of(world)
+    seen: list[int] = []
+    world.driver.launch_host(world.stream, lambda: seen.append(arena.resident))
+    original = world.driver.copy_async
+
+    def copy_async(destination: int, source: int, size: int, stream: int) -> None:
+        original(destination, source, size, stream)
+        world.driver.launch_host(world.stream, lambda: seen.append(arena.resident))
+
+    world.driver.copy_async = copy_async  # type: ignore[method-assign]
+    arena.fill(ALL[:3])
+    assert seen == [0, 0, 0, 0]
+    assert arena.resident == 3
+
+
+def test_a_slot_is_not_written_while_older_work_may_read_it(world: World) -> None:
+    arena = arena_of(world)
+    arena.fill(ALL)
+    with held_stream(world.driver) as (_, end):
+        slot = arena.evict(1, 0)
+        with pytest.raises(RuleViolation, match="rule 7"):
+            arena.insert(1, 3, slot)
+        end()
+    arena.reclaim()
+    arena.insert(1, 3, slot)

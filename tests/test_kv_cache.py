@@ -1,0 +1,419 @@
+"""The K/V in blocks: where a cell is, what sequences share, and that nothing unwritten is read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from cache_world import CONTEXT, KV, SEQUENCES, World, rows_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from strata_nb.cache.kv import KVCache, StoredHeads, memory_view
+from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout, Part, blocks_for
+from strata_nb.cache.plan import Holdings
+from strata_nb.errors import ConfigError, DriverError, OutOfDeviceMemory, RuleViolation
+from strata_nb.kernels.reference import KV_GROUP, dequantise_kv, quantise_kv
+
+PARTS: tuple[Part, ...] = ("k", "v")
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    made.open()
+    yield made
+    made.check()
+    made.end()
+
+
+def kv_of(world: World) -> KVCache:
+    assert world.ledger is not None
+    return world.ledger.kv
+
+
+def append(kv: KVCache, sequence: int, numbers: list[int]) -> None:
+    """Take one step: room, the cells of every layer, and the count."""
+    first = kv.length(sequence)
+    kv.extend(sequence, len(numbers))
+    for layer, part in itertools.product(range(KV.layers), PARTS):
+        kv.write_rows(sequence, layer, part, first, rows_of(numbers, part, layer))
+    kv.advance(sequence, len(numbers))
+
+
+def holds(kv: KVCache, sequence: int, numbers: list[int]) -> bool:
+    """Say whether a sequence reads back as these cells, in every layer."""
+    if kv.length(sequence) != len(numbers):
+        return False
+    for layer, part in itertools.product(range(KV.layers), PARTS):
+        read = kv.read_rows(sequence, layer, part, 0, len(numbers))
+        wanted = rows_of(numbers, part, layer)
+        if not all(map(np.array_equal, read, wanted)):
+            return False
+    return True
+
+
+# Layout.
+
+
+@pytest.mark.parametrize(("cache_type", "bytes_a_cell"), [("f16", 2048), ("int8", 1056)])
+def test_a_cell_of_two_heads_of_256_takes_what_is_published(
+    cache_type: str, bytes_a_cell: int
+) -> None:
+    plane = HeadPlane(cache_type, 256, KV_GROUP)
+    layout = KVLayout(layers=1, kv_heads=2, key=plane, value=plane)
+    assert layout.block_bytes == BLOCK_CELLS * bytes_a_cell
+    assert layout.bytes_for(65) == 2 * layout.block_bytes
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("int8", "int8"), ("f16", "int8")])
+@pytest.mark.parametrize("length", [8, 64, 80, 128])
+def test_planes_tile_a_block_and_are_aligned(types: tuple[str, str], length: int) -> None:
+    key, value = (HeadPlane(each, length, KV_GROUP) for each in types)
+    layout = KVLayout(layers=3, kv_heads=2, key=key, value=value)
+    end = 0
+    for layer, part, head in itertools.product(range(3), PARTS, range(2)):
+        plane = layout.plane(part)
+        start = layout.part_offset(layer, part) + head * plane.size_bytes
+        assert start == end
+        assert start % 64 == 0
+        assert plane.scales_offset == 64 * length * (1 if plane.cache_type == "int8" else 2)
+        assert plane.groups == (-(-length // 64) if plane.cache_type == "int8" else 0)
+        end = start + plane.scales_offset + 64 * plane.groups * 2
+    assert end == layout.block_bytes
+
+
+def test_a_type_that_blocks_do_not_store_is_refused() -> None:
+    with pytest.raises(ConfigError, match="f32") as refused:
+        HeadPlane("f32", 64, KV_GROUP)
+    assert "f16, int8" in refused.value.hint
+
+
+def test_a_cell_is_where_the_layout_says(world: World) -> None:
+    kv = kv_of(world)
+    sequence = kv.open_sequence()
+    numbers = list(range(130))
+    append(kv, sequence, numbers)
+    for cell, layer, head in ((0, 0, 0), (63, 1, 1), (64, 0, 1), (129, 1, 0)):
+        block, row = int(kv.table[sequence, cell // 64]), cell % 64
+        for part in PARTS:
+            plane, wanted = KV.plane(part), rows_of([cell], part, layer)
+            start = block + KV.part_offset(layer, part) + head * plane.size_bytes
+            size = plane.length * plane.value_type.itemsize
+            values = memory_view(start + row * size, size).view(plane.value_type)
+            assert np.array_equal(values, wanted.values[0, head])
+            at = start + plane.scales_offset + row * plane.groups * 2
+            scales = memory_view(at, plane.groups * 2).view(np.float16)
+            assert np.array_equal(scales, wanted.scales[0, head])
+
+
+@pytest.mark.parametrize("length", [8, 64, 80])
+def test_quantised_cells_read_back_as_the_reference_rounds_them(length: int) -> None:
+    plane = HeadPlane("int8", length, KV_GROUP)
+    layout = KVLayout(layers=2, kv_heads=3, key=plane, value=plane)
+    memory = np.full(2 * layout.block_bytes, 0xFF, np.uint8)
+    world = World(blobs=())
+    kv = KVCache(layout, context=128, sequences=1, driver=world.driver, stream=world.stream)
+    kv.place(memory.ctypes.data)
+    kv.resize(memory.size)
+    heads = np.random.default_rng(length).standard_normal((100, 3, length)).astype(np.float32)
+    sequence = kv.open_sequence()
+    kv.extend(sequence, 100)
+    kv.write_rows(sequence, 1, "v", 0, StoredHeads(*quantise_kv(heads)))
+    kv.advance(sequence, 100)
+    read = kv.read_rows(sequence, 1, "v", 0, 100)
+    assert np.array_equal(dequantise_kv(*read), dequantise_kv(*quantise_kv(heads)))
+    assert np.array_equal(kv.read_rows(sequence, 1, "v", 60, 8).values, read.values[60:68])
+    world.end()
+
+
+# Sequences.
+
+
+def test_sequences_keep_their_cells_apart(world: World) -> None:
+    kv = kv_of(world)
+    first, second = kv.open_sequence(), kv.open_sequence()
+    for step in range(10):
+        append(kv, first, [step * 10 + row for row in range(7)])
+        append(kv, second, [1000 + step])
+    assert holds(kv, first, [step * 10 + row for step in range(10) for row in range(7)])
+    assert holds(kv, second, [1000 + step for step in range(10)])
+
+
+def test_a_table_row_names_blocks_in_order_and_nothing_behind_them(world: World) -> None:
+    kv = kv_of(world)
+    table = kv.table
+    sequence = kv.open_sequence()
+    append(kv, sequence, list(range(129)))
+    row = table[sequence]
+    assert table.shape == (SEQUENCES, blocks_for(CONTEXT))
+    assert np.count_nonzero(row[:3]) == len(set(row[:3].tolist())) == 3
+    assert not row[3:].any()
+    kv.rewind(sequence, 64)
+    assert np.count_nonzero(row) == 1
+    kv.close_sequence(sequence)
+    assert not table.any()
+    assert kv.table is table
+
+
+def test_cells_that_were_not_written_are_not_read(world: World) -> None:
+    kv = kv_of(world)
+    sequence = kv.open_sequence()
+    kv.extend(sequence, 10)
+    with pytest.raises(RuleViolation, match="rule 14"):
+        kv.read_rows(sequence, 0, "k", 0, 1)
+    append(kv, sequence, [1, 2, 3])
+    with pytest.raises(RuleViolation, match=r"rule 14.*\[0, 4\), written are \[0, 3\)"):
+        kv.read_rows(sequence, 0, "k", 0, 4)
+    kv.rewind(sequence, 2)
+    with pytest.raises(RuleViolation, match="rule 14"):
+        kv.read_rows(sequence, 0, "k", 2, 1)
+    with pytest.raises(RuleViolation, match="rule 14"):
+        kv.advance(sequence, 1)
+
+
+def test_only_cells_with_room_are_written(world: World) -> None:
+    kv = kv_of(world)
+    sequence = kv.open_sequence()
+    append(kv, sequence, [1, 2])
+    kv.extend(sequence, 1)
+    for first in (1, 3):
+        with pytest.raises(RuleViolation, match=r"may write \[2, 3\)"):
+            kv.write_rows(sequence, 0, "k", first, rows_of([9], "k", 0))
+    assert holds(kv, sequence, [1, 2])
+
+
+def test_a_step_that_is_not_counted_never_was(world: World) -> None:
+    kv = kv_of(world)
+    sequence = kv.open_sequence()
+    append(kv, sequence, list(range(63)))
+    kv.extend(sequence, 3)
+    kv.write_rows(sequence, 0, "k", 63, rows_of([7, 7, 7], "k", 0))
+    append(kv, sequence, [63])
+    assert holds(kv, sequence, list(range(64)))
+    kv.rewind(sequence, 64)
+    assert np.count_nonzero(kv.table[sequence]) == 1
+
+
+def test_a_fork_shares_blocks_and_copies_one_only_when_it_is_written(world: World) -> None:
+    kv = kv_of(world)
+    one = kv.open_sequence()
+    append(kv, one, list(range(100)))
+    free, copies = kv.free_cells, world.driver.faults.calls["copy_async"]
+    two = kv.fork(one, 100)
+    assert kv.free_cells == free
+    assert np.array_equal(kv.table[one], kv.table[two])
+    assert world.driver.faults.calls["copy_async"] == copies
+    append(kv, two, [500, 501])
+    assert kv.free_cells == free - BLOCK_CELLS
+    assert kv.table[one, 0] == kv.table[two, 0]
+    assert kv.table[one, 1] != kv.table[two, 1]
+    append(kv, one, [600])
+    assert world.driver.faults.calls["copy_async"] == copies + 1
+    assert holds(kv, one, [*range(100), 600])
+    assert holds(kv, two, [*range(100), 500, 501])
+    kv.close_sequence(one)
+    assert holds(kv, two, [*range(100), 500, 501])
+
+
+def test_a_fork_takes_away_room_that_was_given_before(world: World) -> None:
+    kv = kv_of(world)
+    one = kv.open_sequence()
+    append(kv, one, [1, 2, 3])
+    kv.extend(one, 200)
+    two = kv.fork(one, 2)
+    assert np.count_nonzero(kv.table) == 2
+    with pytest.raises(RuleViolation, match="rule 14"):
+        kv.write_rows(one, 0, "k", 3, rows_of([4], "k", 0))
+    append(kv, two, [9])
+    assert holds(kv, one, [1, 2, 3])
+    assert holds(kv, two, [1, 2, 9])
+
+
+def test_writing_into_a_shared_block_after_a_rewind_leaves_the_other_alone(world: World) -> None:
+    kv = kv_of(world)
+    one = kv.open_sequence()
+    append(kv, one, list(range(70)))
+    two = kv.fork(one, 70)
+    kv.rewind(one, 10)
+    append(kv, one, [800])
+    assert holds(kv, one, [*range(10), 800])
+    assert holds(kv, two, list(range(70)))
+
+
+def test_blocks_that_run_out_are_refused_and_nothing_changes(world: World) -> None:
+    kv = kv_of(world)
+    one, two = kv.open_sequence(), kv.open_sequence()
+    cells = kv.free_cells
+    append(kv, one, list(range(200)))
+    with pytest.raises(OutOfDeviceMemory, match=r"K/V is full.*blocks 5, free 4"):
+        kv.extend(two, cells - 200)
+    assert kv.length(two) == 0
+    append(kv, two, [5])
+    three = kv.fork(one, 200)
+    append(kv, two, [6] * (kv.free_cells + 63))
+    with pytest.raises(OutOfDeviceMemory, match="blocks 1, free 0"):
+        kv.extend(three, 1)  # the shared block has room, but would have to be copied
+    kv.close_sequence(two)
+    append(kv, three, [7])
+    assert holds(kv, one, list(range(200)))
+
+
+def test_the_context_and_the_number_of_sequences_have_an_end(world: World) -> None:
+    kv = kv_of(world)
+    sequences = [kv.open_sequence() for _ in range(SEQUENCES)]
+    with pytest.raises(ConfigError, match="4 sequences are open"):
+        kv.open_sequence()
+    append(kv, sequences[0], [3] * 20)
+    with pytest.raises(ConfigError, match="context has 400"):
+        kv.extend(sequences[0], CONTEXT - 19)
+    with pytest.raises(ConfigError, match="cannot rewind to 21"):
+        kv.rewind(sequences[0], 21)
+    with pytest.raises(ConfigError, match="cannot fork at 21"):
+        kv.fork(sequences[0], 21)
+    kv.close_sequence(sequences[2])
+    assert kv.open_sequence() == sequences[2]
+
+
+@pytest.mark.parametrize("operation", ["copy_async", "stream_synchronize"])
+def test_a_copy_that_fails_changes_nothing(world: World, operation: str) -> None:
+    kv = kv_of(world)
+    one = kv.open_sequence()
+    append(kv, one, [1, 2, 3])
+    two = kv.fork(one, 3)
+    free = kv.free_cells
+    world.driver.faults.plan(operation)
+    with pytest.raises(DriverError, match="on request"):
+        kv.extend(two, 1)
+    assert kv.free_cells == free
+    world.check()
+    append(kv, two, [4])
+    assert holds(kv, one, [1, 2, 3])
+    assert holds(kv, two, [1, 2, 3, 4])
+
+
+def test_the_end_of_the_blocks_can_be_given_up_only_when_nobody_holds_it(world: World) -> None:
+    kv = kv_of(world)
+    low, high = kv.open_sequence(), kv.open_sequence()
+    append(kv, low, [1])
+    append(kv, high, [2])
+    usable = kv.usable_blocks
+    with pytest.raises(RuleViolation, match="rule 16"):
+        kv.resize(KV.block_bytes)
+    assert kv.usable_blocks == usable
+    kv.close_sequence(high)
+    kv.resize(2 * KV.block_bytes - 1)
+    assert kv.usable_blocks == 1
+    assert kv.free_cells == 0
+    kv.resize(usable * KV.block_bytes)
+    assert kv.free_cells == (usable - 1) * BLOCK_CELLS
+
+
+class Sequences(RuleBasedStateMachine):
+    """Do anything with sequences in any order, while the K/V grows and shrinks and copies fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.ledger = self.world.open()
+        self.kv = self.ledger.kv
+        self.cells: dict[int, list[int]] = {}
+        self.numbers = itertools.count(1)
+
+    def pick(self, number: int) -> int:
+        return sorted(self.cells)[number % len(self.cells)]
+
+    def some(self) -> bool:
+        return bool(self.cells)
+
+    def forkable(self) -> bool:
+        return 0 < len(self.cells) < SEQUENCES
+
+    @precondition(lambda self: len(self.cells) < SEQUENCES)
+    @rule()
+    def open(self) -> None:
+        self.cells[self.kv.open_sequence()] = []
+
+    @precondition(some)
+    @rule(number=st.integers(0, 3), count=st.sampled_from([0, 1, 2, 5, 63, 64, 65, 130]))
+    def extend(self, number: int, count: int) -> None:
+        sequence = self.pick(number)
+        numbers = list(itertools.islice(self.numbers, count))
+        try:
+            append(self.kv, sequence, numbers)
+        except (ConfigError, DriverError):
+            return
+        self.cells[sequence] += numbers
+
+    @precondition(some)
+    @rule(number=st.integers(0, 3), count=st.integers(0, 70))
+    def begin_a_step_that_is_forgotten(self, number: int, count: int) -> None:
+        sequence = self.pick(number)
+        try:
+            self.kv.extend(sequence, count)
+        except (ConfigError, DriverError):
+            return
+        first = self.kv.length(sequence)
+        self.kv.write_rows(sequence, 0, "k", first, rows_of([0] * count, "k", 0))
+
+    @precondition(some)
+    @rule(number=st.integers(0, 3), share=st.floats(0, 1))
+    def rewind(self, number: int, share: float) -> None:
+        sequence = self.pick(number)
+        length = int(len(self.cells[sequence]) * share)
+        self.kv.rewind(sequence, length)
+        del self.cells[sequence][length:]
+
+    @precondition(forkable)
+    @rule(number=st.integers(0, 3), share=st.sampled_from([0.0, 0.4, 1.0]))
+    def fork(self, number: int, share: float) -> None:
+        sequence = self.pick(number)
+        length = int(len(self.cells[sequence]) * share)
+        self.cells[self.kv.fork(sequence, length)] = self.cells[sequence][:length]
+
+    @precondition(some)
+    @rule(number=st.integers(0, 3))
+    def close(self, number: int) -> None:
+        sequence = self.pick(number)
+        self.kv.close_sequence(sequence)
+        del self.cells[sequence]
+
+    @rule(kv=st.integers(0, 63), experts=st.integers(0, 19))
+    def move_memory(self, kv: int, experts: int) -> None:
+        plan = self.ledger.plan
+        kv, experts = min(kv, plan.kv_chunks), min(experts, plan.arena_chunks)
+        held = [held for entry in self.kv.table for held in entry.tolist() if held]
+        kv_base = self.ledger._ranges["kv"].base
+        end = max((address + KV.block_bytes - kv_base for address in held), default=0)
+        kv = max(kv, -(-end // plan.chunk_bytes))
+        if kv + experts <= plan.capacity:
+            with suppress(DriverError):
+                self.ledger.carry_out(Holdings(experts=experts, kv=kv))
+                self.ledger.experts.fill(np.ndindex(3, 4))
+
+    @rule(
+        operation=st.sampled_from(["copy_async", "stream_synchronize", "map", "set_access"]),
+        nth=st.integers(1, 3),
+    )
+    def let_a_call_fail(self, operation: str, nth: int) -> None:
+        self.world.driver.faults.lift()
+        self.world.driver.faults.plan(operation, nth)
+
+    @invariant()
+    def everything_reads_back_and_adds_up(self) -> None:
+        self.world.check()
+        for sequence, numbers in self.cells.items():
+            assert holds(self.kv, sequence, numbers)
+
+    def teardown(self) -> None:
+        self.world.end()
+
+
+TestSequences = Sequences.TestCase
+TestSequences.settings = settings(
+    max_examples=25, stateful_step_count=30, deadline=None, derandomize=True
+)
