@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata_nb.cache.capacity import Ledger
-from strata_nb.cache.experts import ExpertArena
-from strata_nb.cache.kv import KVCache
+from strata_nb.cache.experts import ExpertArena, HostArena
+from strata_nb.cache.kv import KVCache, memory_view
 from strata_nb.cache.plan import Holdings, Needs, plan_capacity, plan_device
-from strata_nb.cache.slots import SlotLayout, slot_budget
+from strata_nb.cache.slots import SlotLayout, host_offsets, slot_budget
 from strata_nb.errors import (
     ConfigError,
     DeviceLost,
@@ -252,6 +252,44 @@ def test_slots_are_used_up_to_the_number_that_was_asked_for() -> None:
     world.end()
 
 
+def test_a_device_of_64_mib_serves_experts_and_kv_in_chunks_of_64_kib() -> None:
+    driver = HostDriver(parse_host_devices("host:1x64MiB"))
+    blobs = (100_000, 150_000) * 8
+    layout = SlotLayout(blobs, 32)
+    offsets, size = host_offsets(blobs, 32)
+    host = HostArena(driver.allocate_host(size), size, offsets)
+    memory_view(host.address, size)[:] = np.resize(np.arange(251, dtype=np.uint8), size)
+    asked = Needs(
+        dense_bytes=8 * MIB,
+        reserve_bytes=4 * MIB,
+        kv=KV,
+        kv_cells=4096,
+        kv_most_cells=8192,
+        slots=layout,
+    )
+    plan = plan_device(driver, 0, asked)
+    assert plan.chunk_bytes == 64 << 10
+    stream = driver.stream_create(0)
+    kv = KVCache(KV, context=8192, sequences=2, driver=driver, stream=stream)
+    experts = ExpertArena(layout, host, max_slots=plan.slots, driver=driver, stream=stream)
+    ledger = Ledger(driver, 0, plan, kv, experts, say=pytest.fail)
+    ledger.open()
+    driver.allocate(8 * MIB, 0)  # the dense weights that were planned for
+    assert driver.mem_info(0)[0] >= 4 * MIB
+    assert experts.fill(np.ndindex(16, 32)) == plan.slots > 16 * 20
+    ledger.carry_out(Holdings(plan.start.experts - 20, plan.start.kv + 20))
+    sequence = kv.open_sequence()
+    kv.extend(sequence, 5000)
+    ledger.check_integrity()
+    for layer, expert in np.ndindex(16, 32):
+        named = memory_view(int(experts.expert_address[layer, expert]), blobs[layer])
+        place = memory_view(host.address + int(offsets[layer, expert]), blobs[layer])
+        assert np.array_equal(named, place)
+    ledger.close()
+    assert driver.account(0).chunks == 0
+    driver.close()
+
+
 # Changes.
 
 
@@ -442,6 +480,36 @@ def test_a_growth_that_fails_gives_the_arena_its_memory_back(world: World, opera
     ledger.carry_out(Holdings(start.experts - 6, start.kv + 6))
 
 
+@pytest.mark.parametrize("nth", [1, 4, 6, 9])
+def test_when_one_of_two_growths_fails_both_are_taken_back(world: World, nth: int) -> None:
+    ledger = ledger_of(world)
+    start = ledger.plan.start
+    small = Holdings(start.experts - 6, start.kv - 5, loan=2)
+    ledger.carry_out(small)
+    ledger.experts.fill(ALL)
+    resident = ledger.experts.resident
+    world.driver.faults.plan("map", nth)
+    with pytest.raises(DriverError, match="map"):
+        ledger.carry_out(Holdings(start.experts - 2, start.kv, loan=2))
+    assert ledger.holdings() == small
+    assert ledger.experts.resident == resident
+    assert world.said == []
+    ledger.carry_out(start)
+
+
+def test_a_device_that_is_lost_in_a_change_is_not_asked_to_undo_it(world: World) -> None:
+    ledger = ledger_of(world)
+    start = ledger.plan.start
+    ledger.carry_out(Holdings(start.experts - 6, start.kv - 5))
+    calls = world.driver.faults.calls.copy()
+    world.driver.faults.plan("map", 7, lost=True)
+    with pytest.raises(DeviceLost):
+        ledger.carry_out(start)
+    made = world.driver.faults.calls - calls
+    assert made == {"create": 11, "map": 7, "set_access": 1}
+    forget(world)
+
+
 def test_a_chunk_that_is_stuck_is_not_replaced_beyond_the_capacity(world: World) -> None:
     ledger = ledger_of(world)
     start = ledger.plan.start
@@ -486,6 +554,11 @@ def test_a_lost_device_is_called_no_more_by_changes(world: World) -> None:
         ledger.close()
     ledger.close()
     assert ledger.account().given_back == ledger.plan.capacity
+    forget(world)
+
+
+def forget(world: World) -> None:
+    """End a world whose device is lost, and put a new one in its place."""
     world.driver.close()
     world.ledger = None
     world.driver = World().driver

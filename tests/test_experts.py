@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -258,54 +258,90 @@ def test_blobs_that_are_not_aligned_are_refused(world: World) -> None:
 # check_integrity
 
 
-def broken_tables(arena: ExpertArena, ledger: Ledger, how: str) -> None:
-    if how == "another slot":
-        arena.expert_address[0, 0] += 256
-    elif how == "another place in the arena":
-        arena.expert_address[2, 3] = arena.expert_address[2, 2]
-    elif how == "a tier that is not true":
-        arena.expert_tier[2, 3] = Tier.SLOT
-    elif how == "one slot for two":
-        arena.expert_address[0, 1], arena.expert_tier[0, 1] = arena.expert_address[0, 0], Tier.SLOT
-    elif how == "two slots for one":
-        arena._owner[3] = arena._owner[0]
-    elif how == "an owner that left":
-        arena.expert_address[0, 0] = arena._in_place[0, 0]
-        arena.expert_tier[0, 0] = Tier.IN_PLACE
-    elif how == "a slot without memory":
-        ledger._ranges["experts"].retire(ledger.holdings().experts)
-    elif how == "a slot that is free and held":
-        arena._free[0].append(0)
-    elif how == "a slot that nobody has":
-        arena._free[1].clear()
-    elif how == "a place behind the host arena":
-        object.__setattr__(arena._host, "size_bytes", arena._host.size_bytes - 4000)
+def name_another_slot(arena: ExpertArena) -> None:
+    arena.expert_address[2, 0] += 256
+
+
+def name_another_place_of_the_host(arena: ExpertArena) -> None:
+    arena.expert_address[2, 3] = arena.expert_address[2, 2]
+
+
+def set_a_tier_that_is_not_true(arena: ExpertArena) -> None:
+    arena.expert_tier[2, 3] = Tier.SLOT
+
+
+def name_one_slot_twice(arena: ExpertArena) -> None:
+    arena.expert_address[0, 1], arena.expert_tier[0, 1] = arena.expert_address[2, 0], Tier.SLOT
+
+
+def book_two_slots_for_one_expert(arena: ExpertArena) -> None:
+    arena._owner[0] = arena._owner[2]
+    arena._free[0].remove(0)
+
+
+def book_an_expert_that_left(arena: ExpertArena) -> None:
+    arena.expert_address[2, 0] = arena._in_place[2, 0]
+    arena.expert_tier[2, 0] = Tier.IN_PLACE
+
+
+def book_an_expert_that_is_not_there(arena: ExpertArena) -> None:
+    arena._owner[3] = len(BLOBS) * EXPERTS
+    arena._free[0].remove(3)
+
+
+def lose_slots_that_are_held(arena: ExpertArena) -> None:
+    arena._free = [[], []]
+    arena.usable_slots = 1
+    arena._draining = {0}
+
+
+def free_a_slot_that_is_held(arena: ExpertArena) -> None:
+    arena._free[0].append(2)
+
+
+def forget_a_free_slot(arena: ExpertArena) -> None:
+    arena._free[0].pop()
+
+
+def forget_the_end_of_the_host_arena(arena: ExpertArena) -> None:
+    object.__setattr__(arena._host, "size_bytes", arena._host.size_bytes - 4000)
 
 
 @pytest.mark.parametrize(
-    "how",
+    "damage",
     [
-        "another slot",
-        "another place in the arena",
-        "a tier that is not true",
-        "one slot for two",
-        "two slots for one",
-        "an owner that left",
-        "a slot without memory",
-        "a slot that is free and held",
-        "a slot that nobody has",
-        "a place behind the host arena",
+        name_another_slot,
+        name_another_place_of_the_host,
+        set_a_tier_that_is_not_true,
+        name_one_slot_twice,
+        book_two_slots_for_one_expert,
+        book_an_expert_that_left,
+        book_an_expert_that_is_not_there,
+        lose_slots_that_are_held,
+        free_a_slot_that_is_held,
+        forget_a_free_slot,
+        forget_the_end_of_the_host_arena,
     ],
 )
-def test_tables_that_are_wrong_are_found(how: str) -> None:
+def test_tables_that_are_wrong_are_found(damage: Callable[[ExpertArena], None]) -> None:
     world = World(slots=7)
     ledger = world.open()
-    ledger.experts.fill([(0, 0), (1, 1)])
+    ledger.experts.insert(2, 0, 2)
+    ledger.experts.insert(1, 1, 1)
     ledger.check_integrity()
-    broken_tables(ledger.experts, ledger, how)
+    damage(ledger.experts)
     with pytest.raises(RuleViolation):
         ledger.check_integrity()
     world.driver.close()
+
+
+def test_a_slot_without_memory_is_found(world: World) -> None:
+    ledger = ledger_of(world)
+    ledger.experts.fill(ALL)
+    ledger._ranges["experts"].retire(1)
+    with pytest.raises(RuleViolation, match="rule 16"):
+        ledger.check_integrity()
+    ledger._ranges["experts"].reinstate()
 
 
 def test_a_slot_is_published_after_its_copy_has_landed(world: World) -> None:

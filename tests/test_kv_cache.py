@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import numpy as np
@@ -311,6 +311,92 @@ def test_the_end_of_the_blocks_can_be_given_up_only_when_nobody_holds_it(world: 
     assert kv.free_cells == 0
     kv.resize(usable * KV.block_bytes)
     assert kv.free_cells == (usable - 1) * BLOCK_CELLS
+
+
+def test_low_blocks_are_given_out_first_so_that_the_end_becomes_free(world: World) -> None:
+    kv = kv_of(world)
+    sequences = [kv.open_sequence() for _ in range(3)]
+    for sequence in sequences:
+        append(kv, sequence, [1] * 65)
+    lowest = kv.table[sequences[0]][:2].copy()
+    for sequence in (sequences[1], sequences[0]):
+        kv.close_sequence(sequence)
+    again = kv.open_sequence()
+    append(kv, again, [2] * 65)
+    assert np.array_equal(kv.table[again][:2], lowest)
+
+
+# check_integrity
+
+
+def exchange_an_address(kv: KVCache) -> None:
+    kv.table[0, 0] = kv.table[1, 1]
+
+
+def leave_an_address_behind(kv: KVCache) -> None:
+    kv.table[0, 5] = kv.table[0, 0]
+
+
+def count_a_holder_too_many(kv: KVCache) -> None:
+    kv._holders[kv._open[0].blocks[0]] += 1
+
+
+def free_a_block_that_is_held(kv: KVCache) -> None:
+    kv._free.append(kv._open[0].blocks[0])
+
+
+def forget_a_free_block(kv: KVCache) -> None:
+    kv._free.pop()
+
+
+def give_room_in_a_shared_block(kv: KVCache) -> None:
+    kv._open[0].room += 1
+
+
+def count_cells_without_blocks(kv: KVCache) -> None:
+    kv._open[1].length = kv._open[1].room = 129
+
+
+def count_cells_without_room(kv: KVCache) -> None:
+    kv._open[1].room = 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        exchange_an_address,
+        leave_an_address_behind,
+        count_a_holder_too_many,
+        free_a_block_that_is_held,
+        forget_a_free_block,
+        give_room_in_a_shared_block,
+        count_cells_without_blocks,
+        count_cells_without_room,
+    ],
+)
+def test_a_table_that_is_wrong_is_found(damage: Callable[[KVCache], None]) -> None:
+    world = World()
+    ledger = world.open()
+    for length in (100, 100):
+        append(ledger.kv, ledger.kv.open_sequence(), [1] * length)
+    ledger.kv.fork(0, 90)
+    ledger.check_integrity()
+    damage(ledger.kv)
+    with pytest.raises(RuleViolation):
+        ledger.check_integrity()
+    world.driver.close()
+
+
+def test_a_block_without_memory_is_found(world: World) -> None:
+    kv = kv_of(world)
+    assert world.ledger is not None
+    append(kv, kv.open_sequence(), [1] * 400)
+    append(kv, kv.open_sequence(), [1] * 64)
+    range_ = world.ledger._ranges["kv"]
+    range_.retire(1)
+    with pytest.raises(RuleViolation, match="rule 16"):
+        world.ledger.check_integrity()
+    range_.reinstate()
 
 
 class Sequences(RuleBasedStateMachine):

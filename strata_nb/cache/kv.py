@@ -154,7 +154,9 @@ class KVCache:
                 "free": len(self._free),
                 "of": self.usable_blocks,
             }
-            raise OutOfDeviceMemory("extend", 0, "the K/V is full", numbers=numbers)
+            raise OutOfDeviceMemory(
+                "extend", 0, "the K/V is full", numbers=numbers, hint="end another conversation"
+            )
         if copies:
             self._own(sequence, last)
         for _ in range(missing):
