@@ -25,7 +25,7 @@ from strata_nb.host_memory import DeviceAccount, HostDevice
 UNIT = 4096
 BLOBS = (5000, 9000, 5000)
 EXPERTS = 4
-KV = KVLayout(layers=2, kv_heads=2, key=HeadPlane("f16", 8, 64), value=HeadPlane("int8", 80, 64))
+KV = KVLayout(layers=2, kv_heads=2, key=HeadPlane("f16", 8), value=HeadPlane("int8", 80))
 CONTEXT = 400  # cells, not a whole number of blocks
 SEQUENCES = 4
 

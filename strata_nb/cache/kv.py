@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb.cache.kv_layout import BLOCK_CELLS, SCALE_TYPE, KVLayout, Part, blocks_for
+from strata_nb.cache.kv_layout import BLOCK_CELLS, KVLayout, Part, blocks_for
 from strata_nb.errors import ConfigError, OutOfDeviceMemory, RuleViolation
 from strata_nb.execution import ExecutionDriver
 
@@ -227,7 +227,7 @@ class KVCache:
         cells = list(self._cells(held, layer, part, range(first, first + count)))
         plane, heads = self.layout.plane(part), self.layout.kv_heads
         values = np.empty((count, heads, plane.length), plane.value_type)
-        scales = np.empty((count, heads, plane.groups), SCALE_TYPE)
+        scales = np.empty((count, heads, plane.groups), plane.scale_type)
         for row, stored in enumerate(cells):
             values[row], scales[row] = stored
         return StoredHeads(values, scales)
@@ -304,7 +304,7 @@ class KVCache:
             planes = memory_view(address, self.layout.kv_heads * size)
             by_head = planes.reshape(self.layout.kv_heads, size)
             values = by_head[:, : plane.scales_offset].view(plane.value_type)
-            scales = by_head[:, plane.scales_offset :].view(SCALE_TYPE)
+            scales = by_head[:, plane.scales_offset :].view(plane.scale_type)
             views.append(
                 StoredHeads(
                     values[:, row * plane.length : (row + 1) * plane.length],

@@ -11,18 +11,15 @@ that knows where a cell is; sizes and offsets are bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from strata_nb.errors import ConfigError
+from strata_nb.formats import cache_type
 
 BLOCK_CELLS = 64
 
 Part = Literal["k", "v"]
-
-VALUE_TYPES: dict[str, type[np.generic]] = {"f16": np.float16, "int8": np.int8}
-SCALE_TYPE = np.float16
 
 
 def blocks_for(cells: int) -> int:
@@ -34,30 +31,31 @@ def blocks_for(cells: int) -> int:
 class HeadPlane:
     """Lay out one head's keys or values of one block; all sizes are bytes, multiples of 64.
 
-    cache_type    "f16", or "int8" with a float16 scale for each group of values
-    length        values of the head
-    scale_group   values that share a scale; the last group of a head may be shorter
+    cache_type   a row of `formats.CACHE_TYPES`; ConfigError for another name
+    length       values of the head
     """
 
     cache_type: str
     length: int
-    scale_group: int
 
     def __post_init__(self) -> None:
-        if self.cache_type not in VALUE_TYPES:
-            raise ConfigError(
-                f"a K/V cache of type {self.cache_type}: not stored in blocks",
-                hint="one of: " + ", ".join(VALUE_TYPES),
-            )
+        cache_type(self.cache_type)
 
     @property
-    def value_type(self) -> np.dtype[np.generic]:
-        return np.dtype(VALUE_TYPES[self.cache_type])
+    def value_type(self) -> np.dtype[Any]:
+        return cache_type(self.cache_type).dtype
+
+    @property
+    def scale_type(self) -> np.dtype[Any]:
+        """Of a scale; of the values where there are no scales."""
+        kind = cache_type(self.cache_type)
+        return kind.dtype if kind.scale_dtype is None else kind.scale_dtype
 
     @property
     def groups(self) -> int:
         """Scales of one cell; none where the values are floats themselves."""
-        return -(-self.length // self.scale_group) if self.cache_type == "int8" else 0
+        kind = cache_type(self.cache_type)
+        return 0 if kind.scale_dtype is None else kind.groups(self.length)
 
     @property
     def scales_offset(self) -> int:
@@ -65,7 +63,7 @@ class HeadPlane:
 
     @property
     def size_bytes(self) -> int:
-        return self.scales_offset + BLOCK_CELLS * self.groups * np.dtype(SCALE_TYPE).itemsize
+        return BLOCK_CELLS * cache_type(self.cache_type).head_bytes(self.length)
 
 
 @dataclass(frozen=True, slots=True)
