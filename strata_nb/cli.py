@@ -219,10 +219,15 @@ def _report(error: BaseException) -> int:
     else:
         cause = f"internal error: {type(error).__name__}: {error}"
         hint, status = "a fault of strata_nb; STRATA_NB_DEBUG=1 shows where", 1
-    print(f"strata_nb: {cause}", file=sys.stderr)
+    print(f"strata_nb: {_one_line(cause)}", file=sys.stderr)
     if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+        print(f"hint: {_one_line(hint)}", file=sys.stderr)
     return status
+
+
+def _one_line(text: str) -> str:
+    """Write what would move the cursor, which a file may hold, as an escape."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def main(argv: Sequence[str]) -> int:

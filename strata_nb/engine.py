@@ -65,7 +65,7 @@ class Generation(Iterator[Token]):
         *,
         max_tokens: int | None,
         sampling: Sampling,
-        stop: Sequence[str],
+        stop: Sequence[str] | None,
         ignore_eos: bool,
     ) -> None:
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 0):
@@ -85,7 +85,7 @@ class Generation(Iterator[Token]):
         self._left = max_tokens
         self._position = session.position
         self._stream = session.tokenizer.stream()
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings(stop or ())
         self._ends = session.tokenizer.end_ids
         self._banned = self._ends if ignore_eos else frozenset[int]()
         self._guard = None if ignore_eos else RepeatGuard()
@@ -229,7 +229,7 @@ class Session:
         *,
         max_tokens: int | None = None,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | None = None,
         ignore_eos: bool = False,
     ) -> Generation:
         """Return an iterator over the tokens that follow; max_tokens None: until the model ends."""
@@ -365,7 +365,7 @@ class Engine:
         *,
         max_tokens: int | None = None,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | None = None,
         ignore_eos: bool = False,
     ) -> Generation:
         """Continue `ids` in a fresh session; see `Session.generate`. The prompt is read at once."""

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb.engine import Engine
-from strata_nb.errors import ConfigError
+from strata_nb.errors import ConfigError, StrataError
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -111,8 +111,15 @@ class Measured(NamedTuple):
 def measure(logits: Floats, following: Sequence[int], base: Floats | None) -> Measured:
     """Score logits (rows, vocab) against the tokens that follow them (rows,), and against a base.
 
-    The memory it takes beside its arguments does not grow with the number of rows.
+    The memory it takes beside its arguments does not grow with the number of rows. Raises
+    StrataError where logits are not numbers: the model is damaged.
     """
+    bad = np.flatnonzero(~np.isfinite(logits).all(axis=1))
+    if bad.size:
+        raise StrataError(
+            f"the logits of {bad.size} of {len(logits)} scored tokens are not numbers",
+            hint="the model file is damaged, or does not fit its architecture",
+        )
     measured = Measured([], [], [])
     step = max(1, SLICE_VALUES // logits.shape[1])
     for at in range(0, len(logits), step):
@@ -124,6 +131,11 @@ def measure(logits: Floats, following: Sequence[int], base: Floats | None) -> Me
             same = base[some].argmax(axis=-1) == logits[some].argmax(axis=-1)
             measured.same_best.extend(same.tolist())
     return measured
+
+
+def _exp(nats: float) -> float:
+    """Return e to the power of `nats`, infinity where a float cannot hold it."""
+    return math.exp(nats) if nats < 700 else math.inf
 
 
 @dataclass(slots=True)
@@ -148,8 +160,8 @@ class Score:
             "chunks": len(self.chunks),
             "chunks_planned": self.planned,
             "scored_tokens": len(nll),
-            "perplexity": math.exp(mean),
-            "perplexity_error": math.exp(mean) * error,
+            "perplexity": _exp(mean),
+            "perplexity_error": _exp(mean) * error,
         }
         kl = [value for chunk in self.chunks for value in chunk.kl]
         same_best = [value for chunk in self.chunks for value in chunk.same_best]

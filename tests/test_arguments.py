@@ -145,6 +145,7 @@ def test_an_option_that_cannot_be_used_is_refused(flag: str, value: str) -> None
     ("text", "size"),
     [
         ("12GiB", 12 * 2**30),
+        ("12Gi", 12 * 2**30),
         ("700MiB", 700 * 2**20),
         ("1.5g", 3 * 2**29),
         ("2GB", 2 * 10**9),
@@ -188,3 +189,5 @@ def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_an_argument_that_is_not_utf8_is_refused_with_its_place() -> None:
     with pytest.raises(ConfigError, match="PROMPT: not UTF-8 text at character 3"):
         text_from(parsed("generate", "caf\udce9"), "PROMPT")
+    with pytest.raises(ConfigError, match="--stop: not UTF-8 text at character 0"):
+        parsed("generate", "--stop", "\udce9").texts("--stop")

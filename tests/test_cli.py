@@ -128,7 +128,7 @@ def test_an_empty_prompt_starts_from_the_models_own_first_token(run: Console, mo
 
 def test_zero_tokens_is_an_empty_answer(run: Console, model: str) -> None:
     status, out, err = run("generate", "-m", model, "hello", "-n", "0")
-    assert (status, out) == (0, "\n")
+    assert (status, out) == (0, "")
     assert "generated 0 tokens" in err
 
 
@@ -252,6 +252,39 @@ def test_a_refused_prompt_leaves_an_older_stats_file_and_prints_no_figures(
     status, out, err = run("generate", "-m", model, "hello", *flags)
     assert (status, out, len(err.splitlines())) == (2, "", 2)
     assert stats.read_text() == "older"
+
+
+@pytest.mark.parametrize("to", ["m.gguf", "link", "other.gguf", "p.txt"])
+def test_an_output_never_replaces_what_the_command_reads(
+    run: Console, model: str, tmp_path: Path, to: str
+) -> None:
+    own, prompt = tmp_path / "m.gguf", tmp_path / "p.txt"
+    own.write_bytes(Path(model).read_bytes())
+    prompt.write_text("hello")
+    (tmp_path / "link").symlink_to(own)
+    target = str(tmp_path / to)
+    flags = ["-m", str(own), "-f", str(prompt), "-n", "1", "--stats-json", target]
+    status, out, err = run("generate", *flags)
+    assert (status, out) == (2, "")
+    assert f"--stats-json {target}" in err
+    assert own.read_bytes() == Path(model).read_bytes()
+    assert prompt.read_text() == "hello"
+
+
+@pytest.mark.parametrize("place", ["/proc/stats.json", "x" * 300, "."])
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_opened(
+    run: Console, place: str
+) -> None:
+    status, _, err = run("generate", "x", "-m", "none.gguf", "--stats-json", place)
+    assert status == 2
+    assert "cannot be written" in err
+
+
+def test_a_message_never_takes_more_than_its_line(run: Console, model: str) -> None:
+    template = "{{ raise_exception('one\n\x1b[31mtwo') }}"
+    status, _, err = run("chat", "-m", model, "--chat-template", template, stdin="hello\n")
+    assert status == 1
+    assert "one\\n\\x1b[31mtwo" in err.splitlines()[0]
 
 
 def test_stats_json_follows_links_and_writes_to_pipes(

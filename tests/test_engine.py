@@ -224,6 +224,19 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_place(
         engine.logits([token])
 
 
+@pytest.mark.parametrize("ids", [[1.7, 2], [float("nan")], [True], ["a"], [[1]]])
+def test_ids_that_are_no_integers_are_refused(engine: Engine, ids: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="not a list of integers"):
+        engine.logits(ids)
+    with pytest.raises(ConfigError, match="not a list of integers"):
+        engine.generate(ids)
+
+
+def test_ids_may_be_numbers_of_numpy(engine: Engine) -> None:
+    ids = np.array([1, 2, 3], np.int32)
+    assert (engine.logits(ids) == engine.logits([1, 2, 3])).all()
+
+
 def test_a_session_without_a_token_has_nothing_to_continue(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="no token"):
         engine.session().next_logits()

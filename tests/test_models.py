@@ -286,7 +286,7 @@ def test_rope_scaling_other_than_linear_is_refused_by_name(kind: str, changed: C
         "llama.rope.scaling.original_context_length": (256, U32),
     }
     message = refusal(changed("llama", keys))
-    assert f"rope scaling {kind} is not supported" in message
+    assert f"rope scaling '{kind}' is not supported" in message
     assert "none, linear" in message
 
 
@@ -487,3 +487,42 @@ def test_a_shared_gate_may_be_stored_as_a_matrix_of_one_row(
     np.testing.assert_array_equal(
         logits(changed("qwen2moe", None, tensors)), logits(originals["qwen2moe"])
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.attention.layer_norm_rms_epsilon", 1e300),
+        ("llama.attention.layer_norm_rms_epsilon", 0.0),
+        ("llama.rope.freq_base", 1e300),
+        ("llama.rope.freq_base", -1.0),
+        ("llama.rope.scaling.factor", 1e-320),
+        ("llama.rope.scaling.factor", -2.0),
+    ],
+)
+def test_numbers_that_float32_cannot_compute_with_are_refused(
+    key: str, value: float, changed: Change
+) -> None:
+    message = refusal(changed("llama", {key: (value, GGUFValueType.FLOAT64)}))
+    assert key in message
+    assert "wanted a number from" in message
+
+
+def test_tensors_of_hostile_shapes_are_refused(changed: Change) -> None:
+    scalar = np.float32(1).reshape(())
+    assert "0 rows" in refusal(changed("llama", tensors={"token_embd.weight": scalar}))
+    stack = weights(1, 4, 24, 32)
+    message = refusal(changed("mixtral", tensors={"blk.0.ffn_gate_exps.weight": stack}))
+    assert "blk.0.ffn_gate_exps.weight has shape 1 x 4 x" in message
+
+
+def test_weights_that_are_no_numbers_show_in_the_logits_without_warnings(changed: Change) -> None:
+    norm = np.full(32, np.inf, np.float32)
+    assert not np.isfinite(logits(changed("llama", tensors={"output_norm.weight": norm}))).any()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan])
+def test_frequency_factors_must_be_numbers_above_0(value: float, changed: Change) -> None:
+    factors = np.array([1, 1, value, 1, 1, 1, 1, 1], np.float32)
+    message = refusal(changed("llama", tensors={"rope_freqs.weight": factors}))
+    assert f"rope_freqs.weight: value 2 is {value}" in message

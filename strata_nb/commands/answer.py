@@ -80,7 +80,7 @@ def read_prompt(session: Session, ids: list[int], figures: Figures, verbose: boo
 def write_answer(generation: Generation, figures: Figures, prompt_s: float) -> str:
     """Write the tokens of `generation` to stdout as they come and return the whole text.
 
-    A newline follows where the answer does not end in one.
+    A newline follows an answer that does not end in one.
     """
     text = ""
     try:
@@ -90,7 +90,7 @@ def write_answer(generation: Generation, figures: Figures, prompt_s: float) -> s
             sys.stdout.flush()
     finally:
         figures.add_answer(generation, prompt_s)
-        if not text.endswith("\n"):
+        if text and not text.endswith("\n"):
             sys.stdout.write("\n")
         sys.stdout.flush()
     if generation.finish in _FINISH_NOTES:

@@ -98,6 +98,17 @@ def _normalise(argv: Sequence[str], known: Mapping[str, Option], command: str) -
     return normal
 
 
+def _utf8(name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{name}: not UTF-8 text at character {error.start}",
+            hint="check the terminal's encoding, or put the text into a UTF-8 file",
+        ) from None
+    return text
+
+
 class Arguments:
     """Hold the parsed arguments of one command; a getter returns None for what was not given."""
 
@@ -110,15 +121,7 @@ class Arguments:
         value = self._values.get(name)
         if value is None:
             return None
-        text = str(value)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"{name}: not UTF-8 text at character {error.start}",
-                hint="check the terminal's encoding, or put the text into a UTF-8 file",
-            ) from None
-        return text
+        return _utf8(name, str(value))
 
     def path(self, name: str) -> str | None:
         """Return a file name; any bytes but an empty or NUL-holding name are accepted."""
@@ -130,9 +133,9 @@ class Arguments:
         return str(value)
 
     def texts(self, name: str) -> list[str]:
-        """Return every value of a repeatable option."""
+        """Return every value of a repeatable option, refusing bytes that are not UTF-8."""
         values: Any = self._values.get(name) or []
-        return [str(value) for value in values]
+        return [_utf8(name, str(value)) for value in values]
 
     def flag(self, name: str) -> bool:
         """Say whether a switch was given."""
@@ -170,7 +173,7 @@ class Arguments:
         if match is None:
             raise ConfigError(f"{name} {text}: not a size", hint=f"write {name} 12GiB, say")
         unit = match[2].upper()
-        base = 1000 if len(unit) == 2 and unit != "B" else 1024
+        base = 1000 if len(unit) == 2 and unit.endswith("B") else 1024
         return int(float(match[1]) * base ** " KMGT".index((unit or " ")[0].replace("B", " ")))
 
 

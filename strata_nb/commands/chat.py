@@ -43,15 +43,20 @@ def read_line(interactive: bool) -> str | None:
     line = ""
     try:
         line = sys.stdin.readline()
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"the message is not UTF-8 text: byte {error.object[error.start]:#04x}",
-            hint="check the terminal's encoding",
-        ) from None
     finally:
         if interactive and not line:
             note("")  # ends the line of the prompt
     return line.rstrip("\r\n") if line else None
+
+
+def _check_utf8(line: str) -> None:
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the message is not UTF-8 text at character {error.start}",
+            hint="check the terminal's encoding",
+        ) from None
 
 
 def run(arguments: Arguments) -> int:
@@ -65,7 +70,7 @@ def run(arguments: Arguments) -> int:
     opening = [] if system is None else [{"role": "system", "content": system}]
     if not isinstance(sys.stdin, io.TextIOWrapper):
         raise ConfigError("stdin is closed", hint="chat reads its messages from stdin")
-    sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     interactive = sys.stdin.isatty()
     with open_engine(arguments) as engine:
         template = choice.of(engine)
@@ -85,6 +90,7 @@ def run(arguments: Arguments) -> int:
                 turn = [*messages, {"role": "user", "content": line}]
                 earlier_s = figures.prompt_s
                 try:
+                    _check_utf8(line)
                     ids, warnings = encode_chat(engine.tokenizer, template, turn)
                     for warning in set(warnings) - warned:
                         warn(warning)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,14 @@ class Figures:
 
 
 def write_json(path: Path | None, content: Mapping[str, object]) -> None:
-    """Write a JSON file, whole or not at all; None writes nothing."""
+    """Write a JSON file, whole or not at all; a path of None writes nothing.
+
+    JSON has no infinity: a number that is none is written as null.
+    """
     if path is not None:
+        numbers = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in content.items()
+        }
         with whole_file(path) as stream:
-            stream.write((json.dumps(content, indent=2) + "\n").encode())
+            stream.write((json.dumps(numbers, indent=2, allow_nan=False) + "\n").encode())

@@ -7,6 +7,7 @@ written. A link is followed; a device or a pipe, such as /dev/stdout, is written
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,24 +16,56 @@ from typing import BinaryIO
 from strata_nb.commands.arguments import Arguments
 from strata_nb.errors import ConfigError
 
+INPUT_FLAGS = ("--model", "FILE", "--file", "--kl-base", "--chat-template-file")
+OUTPUT_FLAGS = ("--stats-json", "--save-logits")
+
 
 def output_file(arguments: Arguments, flag: str) -> Path | None:
     """Return the file that `flag` names, None where it was not given.
 
-    Raises ConfigError for a place that cannot be written, before any work is done for it.
+    Raises ConfigError, before any work is done for it, for a place that cannot be written, and for
+    a file that the command reads or writes under another flag.
     """
     name = arguments.path(flag)
     if name is None:
         return None
-    path = Path(name).resolve()
-    target = path if _is_special(path) else path.parent
-    folder_is_there = _is_special(path) or (path.parent.is_dir() and not path.is_dir())
-    if not folder_is_there or not os.access(target, os.W_OK):
-        raise ConfigError(
-            f"{flag} {name}: cannot be written",
-            hint="name a file in a folder that exists and that you may write to",
-        )
+    try:
+        path = Path(name).resolve()
+        special = _is_special(path)
+    except OSError as error:  # a name that is too long
+        raise _cannot_write(flag, name, error.strerror or str(error)) from None
+    if special:
+        if not os.access(path, os.W_OK):
+            raise _cannot_write(flag, name, "not allowed")
+        return path
+    for other in (*INPUT_FLAGS, *OUTPUT_FLAGS):
+        taken = arguments.path(other)
+        if taken is not None and other != flag and Path(taken).resolve() == path:
+            raise ConfigError(
+                f"{flag} {name}: {other} names the same file", hint="name another file"
+            )
+    if path.suffix == ".gguf":  # perhaps another shard of the model
+        raise ConfigError(f"{flag} {name}: the name of a model", hint="name another file")
+    if path.is_dir():
+        raise _cannot_write(flag, name, "is a folder")
+    unfinished = _unfinished(path)
+    try:
+        unfinished.touch(exist_ok=False)
+        unfinished.unlink()
+    except OSError as error:
+        raise _cannot_write(flag, name, error.strerror or str(error)) from None
     return path
+
+
+def _cannot_write(flag: str, name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{flag} {name}: cannot be written: {why}",
+        hint="name a file in a folder that exists and that you may write to",
+    )
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
 
 
 @contextmanager
@@ -42,7 +75,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with open(path, "wb") as stream:
             yield stream
         return
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished = _unfinished(path)
     try:
         with open(unfinished, "xb") as stream:
             yield stream

@@ -82,7 +82,13 @@ class Description:
             )
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Raise ConfigError if one of `ids` is not a token of the vocabulary."""
+        """Raise ConfigError if one of `ids` is not an integer, or not a token of the vocabulary."""
+        strange = [t for t in ids if isinstance(t, bool) or not isinstance(t, (int, np.integer))]
+        if strange:
+            raise ConfigError(
+                f"ids with {strange[0]!r}: not a list of integers",
+                hint="give the ids that encode returns",
+            )
         tokens = np.asarray(ids)  # of whatever type holds them: an id may be any integer
         outside = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
         if outside.size:

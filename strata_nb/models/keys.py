@@ -109,12 +109,14 @@ class Keys:
             raise self._metadata.error(name, f"is {value}, wanted an integer from {low} to {high}")
         return value
 
-    def positive(self, key: str, default: float | None = None) -> float:
-        """Return a finite number above 0; None: the key must be there."""
+    def between(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        """Return a number from `low` to `high`; default None: the key must be there."""
         name = self._name(key)
         value = self._metadata.real(name) if default is None else self._metadata.real(name, default)
-        if value <= 0:
-            raise self._metadata.error(name, f"is {value}, wanted a number above 0")
+        if not low <= value <= high:
+            raise self._metadata.error(
+                name, f"is {value}, wanted a number from {low:g} to {high:g}"
+            )
         return value
 
     def experts(self, *, required: bool) -> Experts:
@@ -191,10 +193,10 @@ class Keys:
             key_length=key_length,
             value_length=value_length,
             rope_dims=rope_dims,
-            rope_base=self.positive("rope.freq_base", 10000.0),
+            rope_base=self.between("rope.freq_base", 1.0, 1e12, 10000.0),
             rope_scale=self._rope_scale(),
             rope_style=rope_style,
-            eps=self.positive("attention.layer_norm_rms_epsilon"),
+            eps=self.between("attention.layer_norm_rms_epsilon", 1e-12, 1.0),
             vocab_size=vocab_size,
             context=min(context, window) if window else context,
             sliding_window=window or None,
@@ -238,7 +240,7 @@ class Keys:
         stated = self.count("vocab_size", 0, low=0, high=MAX_VOCABULARY)
         tokens = len(self._metadata.texts("tokenizer.ggml.tokens", []))
         embedding = self._file.tensors.get("token_embd.weight")
-        rows = embedding.shape[0] if embedding is not None else 0
+        rows = embedding.shape[0] if embedding is not None and embedding.shape else 0
         size = tokens or stated or rows
         if stated not in (0, size):
             raise self._metadata.error(
@@ -263,13 +265,13 @@ class Keys:
             return 1.0
         if kind != "linear":
             raise self._metadata.error(
-                name, f"rope scaling {kind} is not supported", "supported are: none, linear"
+                name, f"rope scaling {kind!r} is not supported", "supported are: none, linear"
             )
-        if factor < 0:
+        if factor and not 1e-3 <= factor <= 1e6:  # 0 says that it was not set
             raise self._metadata.error(
-                self._name("rope.scaling.factor"), f"is {factor}, wanted a number above 0"
+                self._name("rope.scaling.factor"), f"is {factor}, wanted a number from 0.001 to 1e6"
             )
-        return factor or 1.0  # 0 says that it was not set
+        return factor or 1.0
 
     def _refuse_the_rest(self, key_length: int) -> None:
         """Refuse the keys that nothing has read, unless they are off or ignorable."""

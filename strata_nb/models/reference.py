@@ -65,6 +65,8 @@ class ReferenceModel:
         self.description.check_ids(ids)
         wanted = slice(None) if want == "all" else slice(-1, None)
         rows = np.asarray(ids, np.int64)
-        logits = self._forward(self.description, self._weights, state, rows, wanted)
+        # Weights that are not numbers show in the logits, where sampling and scoring refuse them.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            logits = self._forward(self.description, self._weights, state, rows, wanted)
         state.advance(len(ids))
         return logits

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 from strata_nb.errors import FileFormatError
-from strata_nb.formats import DEQUANTISABLE
+from strata_nb.formats import DEQUANTISABLE, dequantise
 from strata_nb.gguf import GGUFFile, TensorInfo
 from strata_nb.models.description import Description
 
@@ -109,7 +111,8 @@ def check_tensors(file: GGUFFile, expected: Expected) -> None:
             "running it regardless could give wrong text: use a program that knows these tensors",
         )
     for name, info in file.tensors.items():
-        if info.shape != known[name] and _flat(info.shape) != known[name]:
+        vector = len(known[name]) == 1 and _flat(info.shape) == known[name]
+        if info.shape != known[name] and not vector:
             raise FileFormatError(
                 file.path,
                 info.offset,
@@ -126,6 +129,17 @@ def check_tensors(file: GGUFFile, expected: Expected) -> None:
             f"of a type that is not supported ({types})",
             "quantise the model to another type",
         )
+    factors = file.tensors.get("rope_freqs.weight")
+    if factors is not None:
+        values = dequantise(factors.type, file.raw(factors.name))
+        wrong = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
+        if wrong.size:
+            raise FileFormatError(
+                file.path,
+                factors.offset,
+                f"rope_freqs.weight: value {wrong[0]} is {values[wrong[0]]}, wanted one above 0",
+                hint="the file is damaged, or was converted wrongly: convert it again",
+            )
 
 
 @dataclass(frozen=True, slots=True)
