@@ -1,4 +1,4 @@
-"""Run Mixture-of-Experts language models that are larger than the graphics card.
+"""Run Mixture-of-Experts language models in pure Python.
 
     from strata_nb import Engine, Options, Sampling
 

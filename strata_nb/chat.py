@@ -3,9 +3,8 @@
     messages --protect--> marked messages --ChatTemplate.render--> text --encode_protected--> ids
 
 Control tokens come from the template only. A user who writes `<|im_end|>` means these ten
-characters, so each control token's text inside the conversation is broken by a mark before the
-template sees it, and the tokenizer takes the marks out again after it has parsed the template's own
-control tokens. Escaping the text instead would change what the model reads.
+characters, so all that the caller gives (messages, tools, documents and other variables) gets marks
+before the template sees it; text/protection.py says which and what they cannot prevent.
 
 One rule for BOS: a template that writes it is right, and the model's add_bos is not applied on top;
 one that does not write it gets it from add_bos.
@@ -13,9 +12,8 @@ one that does not write it gets it from add_bos.
 
 from __future__ import annotations
 
-import bisect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Protocol
@@ -24,13 +22,11 @@ import jinja2
 from jinja2.exceptions import UndefinedError
 
 from strata_nb.errors import ConfigError, TemplateError
+from strata_nb.text.protection import NAME, marks_restored, protect
 from strata_nb.text.template_sandbox import Refusal, TemplateEnvironment
 
 MAX_TEMPLATE = 1 << 17  # characters; the longest template known has 17,000
 MAX_RENDERED = 1 << 26  # characters, some 16 million tokens
-
-# Templates cut the reasoning out of earlier answers at these, so an answer keeps them whole.
-ANSWER_TEXTS = frozenset({"<think>", "</think>"})
 
 CHATML = """\
 {%- for message in messages -%}
@@ -47,7 +43,6 @@ CHATML = """\
 {%- endif -%}
 """
 
-_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # never characters, so nobody's text
 _OTHER_TEMPLATE = "give another one: --chat-template chatml, or --chat-template-file FILE"
 
 # What a program in the template language can raise.
@@ -132,6 +127,20 @@ class ChatTemplate:
 
         Raises TemplateError where the template refuses the conversation, fails or does not end.
         """
+        text, _ = self.render_and_warn(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+        )
+        return text
+
+    def render_and_warn(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> tuple[str, list[str]]:
+        """Return what `render` returns, and the warnings, one line each."""
         given = {
             "documents": None,
             **self._given,
@@ -141,16 +150,18 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._render(given)
+            return self._render(given), []
         except TemplateError as failure:
             if tools is not None or not isinstance(failure.__cause__, TypeError | UndefinedError):
                 raise
             # Templates written for tool calls only loop over `tools` without a test, or add
             # `functions` to a text: an empty list or text is how they spell "no tools".
+            without = {"functions": "", "datetime": _now(), **given, "tools": []}
             try:
-                return self._render({"functions": "", "datetime": _now(), **given, "tools": []})
+                text = self._render(without)
             except TemplateError:
                 raise failure from failure.__cause__
+            return text, [f"{failure.message}; it was given an empty list of tools instead"]
 
     def _render(self, given: dict[str, Any]) -> str:
         pieces, length = [], 0
@@ -245,100 +256,37 @@ def encode_chat(
 
     A file may type `<think>` and the like as user-defined, which are tokens in every text. Those
     that the template itself writes steer the model as control tokens do, and are kept from messages
-    too. Raises TemplateError as `ChatTemplate.render` does.
+    too. Raises TemplateError as `ChatTemplate.render` does, and if the template writes nothing or
+    escapes that hide the marks; ConfigError for a role that is no name.
     """
+    for message in messages:
+        role = message.get("role", "")
+        if "role" in message and not (isinstance(role, str) and NAME.fullmatch(role)):
+            raise ConfigError(
+                f"a message has the role {role!r}",
+                hint="a role is made of letters, digits, _ and -: system, user, assistant, tool",
+            )
     steering = [
         text for text in tokenizer.user_defined_texts if text.strip() and text in template.source
     ]
-    (messages, tools), mark = protect((messages, tools), [*tokenizer.control_texts, *steering])
-    text = template.render(
+    (messages, tools, variables), mark = protect(
+        (messages, tools, variables), [*tokenizer.control_texts, *steering]
+    )
+    text, warnings = template.render_and_warn(
         messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
     )
-    ids = tokenizer.encode_protected(text, mark)
+    ids = tokenizer.encode_protected(marks_restored(text, mark, template.origin), mark)
+    if not ids:
+        raise TemplateError(
+            f"{template.origin} wrote nothing for this conversation", hint=_OTHER_TEMPLATE
+        )
     bos = tokenizer.bos_id
     if not tokenizer.add_bos or bos is None:
-        return ids, []
-    if ids and ids[0] == bos:
-        return ids, [f"{template.origin} writes BOS itself; the model's add_bos is left out"]
-    return [bos, *ids], []
-
-
-def protect(conversation: Any, control_texts: Iterable[str]) -> tuple[Any, str]:
-    """Return a copy with a mark inside each control token's text, and the mark.
-
-    `conversation` is nested lists and dicts: the messages, alone or with tools and documents. The
-    mark is a non-character that occurs nowhere in it; it follows the first character of every text
-    that is a control token, also of overlapping ones, and of every end of a text that could become
-    one with what comes after it (a template joins the parts of a message). `role` and `type` are
-    the caller's words and stay as they are. Raises ConfigError if all 32 non-characters are in use.
-    """
-    texts = sorted({text for text in control_texts if text})
-    used = {char for text in (*_strings(conversation), *texts) for char in _MARKS if char in text}
-    if len(used) == len(_MARKS):
-        raise ConfigError(
-            "the conversation uses all of the non-characters U+FDD0 to U+FDEF",
-            hint="remove them from the text; they stand for nothing",
-        )
-    mark = next(char for char in _MARKS if char not in used)
-    anywhere = _Marker(texts, mark)
-    in_answer = _Marker([text for text in texts if text not in ANSWER_TEXTS], mark)
-    return _marked(conversation, anywhere, in_answer), mark
-
-
-class _Marker:
-    """Insert a mark into the control texts of a text; `texts` are sorted."""
-
-    def __init__(self, texts: Sequence[str], mark: str) -> None:
-        self._texts = texts
-        self._mark = mark
-        self._longest = max(map(len, texts), default=0)
-        rests: dict[str, list[str]] = {}
-        for text in texts:
-            rests.setdefault(text[0], []).append(re.escape(text[1:]))
-        # Only the first character is consumed, so that a token beginning inside another is found.
-        tokens = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
-        self._pattern = re.compile("|".join(tokens) or "(?!)")
-
-    def __call__(self, text: str) -> str:
-        cuts = {match.end() for match in self._pattern.finditer(text)}
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if self._begins_a_token(text[start:]):
-                cuts.add(start + 1)
-        if not cuts:
-            return text
-        ends = sorted(cuts)
-        pieces = (text[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True))
-        return self._mark.join(pieces)
-
-    def _begins_a_token(self, tail: str) -> bool:
-        at = bisect.bisect_left(self._texts, tail)
-        return at < len(self._texts) and self._texts[at].startswith(tail)
-
-
-def _marked(value: Any, marker: _Marker, in_answer: _Marker) -> Any:
-    """Return a copy of nested data with the marker applied to its strings."""
-    if isinstance(value, str):
-        return marker(value)
-    if isinstance(value, Mapping):
-        inside = in_answer if value.get("role") == "assistant" else marker
-        return {
-            key: item if key in ("role", "type") else _marked(item, inside, in_answer)
-            for key, item in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [_marked(item, marker, in_answer) for item in value]
-    return value
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)
+        return ids, warnings
+    if ids[0] == bos:
+        warning = f"{template.origin} writes BOS itself; the model's add_bos is left out"
+        return ids, [*warnings, warning]
+    return [bos, *ids], warnings
 
 
 def _now() -> str:

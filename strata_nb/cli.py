@@ -24,7 +24,7 @@ from strata_nb.commands.arguments import Arguments, parse
 from strata_nb.errors import ConfigError, StrataError
 
 MAIN_USAGE = """\
-Run Mixture-of-Experts language models that are larger than the graphics card.
+Run Mixture-of-Experts language models in pure Python.
 
 Usage:
   strata_nb COMMAND [ARGUMENTS...]
@@ -45,7 +45,8 @@ _MODEL = """\
 _DEVICE = """\
   --device NAME                reference: float32 on the CPU (the only one so far); auto (default)
   -c N, --ctx-size N           cells of the K/V cache (default: the model's, at most 8192)
-  -t N, --threads N            compute threads (default: physical cores within affinity and quota)
+  -t N, --threads N            compute threads (default: physical cores within affinity and quota,
+                               1 for a single token)
   --prefill N                  rows of a prompt batch, or auto (default auto: 512)
   --ctk TYPE, --cache-type-k TYPE  how keys are stored: f32, f16 or int8 (default f32)
   --ctv TYPE, --cache-type-v TYPE  how values are stored (default f32)"""

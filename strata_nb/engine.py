@@ -53,7 +53,8 @@ class Generation(Iterator[Token]):
 
     finish          why it ended, once it has: "end" the model's own end token, "length" max_tokens,
                     "stop" a stop string, "repeat" the repeat guard, "context" no cell is left
-    seed            of the random numbers, also where none was asked for
+    seed            of the random numbers, also where none was asked for; without effect on an
+                    answer that is not `random`, at temperature 0
     generated       tokens so far
     first_token_s   seconds from the start of the generation to the first token
     decode_s        seconds from the first token to the latest
@@ -81,6 +82,7 @@ class Generation(Iterator[Token]):
         self.first_token_s = 0.0
         self.decode_s = 0.0
         self._session = session
+        self.random = sampling.temperature > 0  # whether the seed makes a difference
         self._sampling = replace(sampling, seed=self.seed)
         self._left = max_tokens
         self._position = session.position
@@ -275,6 +277,9 @@ class Engine:
         started = time.perf_counter()
         self.device = "reference"
         self.threads = options.threads or cpu.physical_cores()
+        # A single row is bound by memory, and threads that wait for each other in every product
+        # lose far more on a busy machine than they win on an idle one.
+        self._row_threads = options.threads or 1
         self._cache_types = (options.cache_type_k or "f32", options.cache_type_v or "f32")
         self.prefill_rows = (
             options.prefill if isinstance(options.prefill, int) else DEFAULT_PREFILL_ROWS
@@ -395,7 +400,8 @@ class Engine:
     ) -> npt.NDArray[np.float32]:
         """Compute with this engine's number of threads, whatever another one uses."""
         model = self._opened()
-        with self._blas.limit(limits=self.threads, user_api="blas"):
+        threads = self.threads if len(ids) > 1 else self._row_threads
+        with self._blas.limit(limits=threads, user_api="blas"):
             return model.forward(ids, state, want)
 
     def __enter__(self) -> Engine:

@@ -31,6 +31,7 @@ from strata_nb.text.vocabulary import TokenKind, Vocabulary, read_vocabulary
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ASCII_SPACE = " \t\n\v\f\r"
+_FEW = 8  # special tokens alike in length and beginning: so many are each searched for first
 
 
 class Tokenizer:
@@ -213,87 +214,86 @@ class _Pieces:
         return piece
 
 
-class _Part(NamedTuple):
-    """A stretch of a text, and the special token that it is, if any."""
-
-    start: int
-    end: int
-    token: int | None = None
-
-
 class _SpecialTexts:
     """Cut the special tokens out of texts: the longest first, wherever it stands.
 
     They are kept under the first two characters of their texts: few pairs, so that one search for
-    each tells which of thousands of tokens a text contains.
+    each tells where in a text one of thousands of tokens can stand.
     """
 
     def __init__(self, vocabulary: Vocabulary, ids: Sequence[int]) -> None:
         self._strip_left = vocabulary.strip_left
         self._strip_right = vocabulary.strip_right
-        self._by_pair: dict[str, dict[str, int]] = {}
+        # pair -> (bytes, characters) of the texts -> token of each text
+        self._by_pair: dict[str, dict[tuple[int, int], dict[str, int]]] = {}
         for token in ids:
             text = vocabulary.texts[token]
             if text:
-                self._by_pair.setdefault(text[:2], {}).setdefault(text, token)
+                lengths = len(_raw(text)), len(text)
+                by_lengths = self._by_pair.setdefault(text[:2], {})
+                by_lengths.setdefault(lengths, {}).setdefault(text, token)
 
     def partition(self, text: str, marked: Sequence[int]) -> Iterator[str | int]:
         """Yield special tokens and the texts between them, none of them empty."""
-        parts = [_Part(0, len(text))]
-        for special, token in self._present(text):
-            parts = list(self._cut(parts, text, special, token, marked))
-        for part in parts:
-            if part.token is not None:
-                yield part.token
-            elif part.start < part.end:
-                yield text[part.start : part.end]
+        start = 0
+        for cut in sorted(self._cuts(text, marked)):
+            if start < cut.start:
+                yield text[start : cut.start]
+            yield cut.token
+            start = cut.end
+        if start < len(text):
+            yield text[start:]
 
-    def _present(self, text: str) -> list[tuple[str, int]]:
-        """Return the special tokens that stand anywhere in a text, in order of precedence."""
-        present: dict[str, int] = {}
-        for pair, tokens in self._by_pair.items():
-            lengths = sorted({len(special) for special in tokens})
-            found: dict[str, int] = {}
-            start = text.find(pair)
-            while start >= 0:
-                for length in lengths:
-                    special = text[start : start + length]
-                    if special in tokens:
-                        found[special] = tokens[special]
-                if len(found) == len(tokens):
-                    break
-                start = text.find(pair, start + 1)
-            present |= found
-        return sorted(present.items(), key=lambda item: (-len(item[0].encode()), item[1]))
-
-    def _cut(
-        self,
-        parts: Iterable[_Part],
-        text: str,
-        special: str,
-        token: int,
-        marked: Sequence[int],
-    ) -> Iterator[_Part]:
-        for part in parts:
-            if part.token is not None:
-                yield part
-                continue
-            start, end = part.start, part.end
-            search = start
-            while (at := text.find(special, search, end)) >= 0:
-                if _has_mark(marked, at, len(special)):
-                    search = at + 1
+    def _cuts(self, text: str, marked: Sequence[int]) -> list[_Cut]:
+        """Find the special tokens of a text, all of one length in one pass over the places."""
+        places = {pair: list(_places(text, pair)) for pair in self._by_pair if pair in text}
+        by_bytes: dict[int, list[tuple[str, int, dict[str, int]]]] = {}
+        for pair in places:
+            for (size, length), tokens in self._by_pair[pair].items():
+                by_bytes.setdefault(size, []).append((pair, length, tokens))
+        taken = bytearray(len(text))
+        cuts: list[_Cut] = []
+        for size in sorted(by_bytes, reverse=True):
+            hits: list[tuple[int, int, int]] = []
+            for pair, length, tokens in by_bytes[size]:
+                if len(tokens) <= _FEW and not any(special in text for special in tokens):
                     continue
-                left = at
-                if token in self._strip_left:
-                    left = start + len(text[start:at].rstrip(_ASCII_SPACE))
-                yield _Part(start, left)
-                yield _Part(at, at + len(special), token)
-                start = at + len(special)
-                if token in self._strip_right:
-                    start = end - len(text[start:end].lstrip(_ASCII_SPACE))
-                search = start
-            yield _Part(start, end)
+                places[pair] = [at for at in places[pair] if not taken[at]]
+                for at in places[pair]:
+                    token = tokens.get(text[at : at + length])
+                    if token is not None and not _has_mark(marked, at, length):
+                        hits.append((token, at, at + length))
+            for token, at, end in sorted(hits):
+                if taken.find(1, at, end) < 0:
+                    cut = self._cut(text, taken, token, at, end)
+                    taken[cut.start : cut.end] = b"\1" * (cut.end - cut.start)
+                    cuts.append(cut)
+        return cuts
+
+    def _cut(self, text: str, taken: bytearray, token: int, start: int, end: int) -> _Cut:
+        """Widen a token by the spaces beside it that it swallows and no other token has taken."""
+        if token in self._strip_left:
+            while start > 0 and text[start - 1] in _ASCII_SPACE and not taken[start - 1]:
+                start -= 1
+        if token in self._strip_right:
+            while end < len(text) and text[end] in _ASCII_SPACE and not taken[end]:
+                end += 1
+        return _Cut(start, end, token)
+
+
+class _Cut(NamedTuple):
+    """A stretch of a text that a special token takes."""
+
+    start: int
+    end: int
+    token: int
+
+
+def _places(text: str, part: str) -> Iterator[int]:
+    at = text.find(part)
+    while at >= 0:
+        yield at
+        at = text.find(part, at + 1)
 
 
 def _has_mark(marked: Sequence[int], start: int, length: int) -> bool:

@@ -7,6 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from vocab_files import VocabFiles
+
+pytest.register_assert_rewrite("driver_contract", "cache_world")
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +27,9 @@ def smollm2() -> Path:
         pytest.skip(missing)
     (path,) = Path(package.origin).parent.glob("*.gguf")
     return path
+
+
+@pytest.fixture(scope="session")
+def vocab_files(tmp_path_factory: pytest.TempPathFactory) -> VocabFiles:
+    """Real vocabularies, unpacked when they are first used."""
+    return VocabFiles(tmp_path_factory.mktemp("vocab"))

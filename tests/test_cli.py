@@ -56,8 +56,14 @@ def start(*words: str, **options: object) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "strata_nb", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=interruptible,
         **options,  # type: ignore[call-overload]
     )
+
+
+def interruptible() -> None:
+    """Undo what a run in the background hands down: an ignored SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_generate_writes_the_answer_alone_to_stdout(run: Console, model: str) -> None:
@@ -320,7 +326,9 @@ def test_control_tokens_in_a_prompt_are_text_and_said_unless_asked_for(
 
 
 def test_figures_count_time_to_the_first_token_and_the_rate_of_the_others() -> None:
-    generation = SimpleNamespace(generated=5, first_token_s=0.5, decode_s=2.0, finish="end", seed=1)
+    generation = SimpleNamespace(
+        generated=5, first_token_s=0.5, decode_s=2.0, finish="end", seed=1, random=True
+    )
     figures = Figures(load_s=100.0, prompt_tokens=8, prompt_s=4.0)
     figures.add_answer(generation, prompt_s=4.0)  # type: ignore[arg-type]
     assert (figures.prompt_tps, figures.ttft_s, figures.decode_tps) == (2.0, 4.5, 2.0)
@@ -384,7 +392,10 @@ def test_ctrl_c_while_loading_ends_with_130(model: str, tmp_path: Path) -> None:
         "m.main()"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=interruptible,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"loading\n"
@@ -408,7 +419,10 @@ def test_a_second_ctrl_c_ends_a_process_inside_a_long_matrix_product() -> None:
         "m.main()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=interruptible,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"busy\n"

@@ -18,10 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
-pytest.register_assert_rewrite("driver_contract")
-
-from driver_contract import (  # noqa: E402 - after its assertions are made to explain themselves
+from driver_contract import (
     DriverCase,
     ExecutionContract,
     MemoryContract,
@@ -32,7 +29,7 @@ from driver_contract import (  # noqa: E402 - after its assertions are made to e
     write,
 )
 
-from strata_nb.errors import (  # noqa: E402
+from strata_nb.errors import (
     ConfigError,
     DeviceLost,
     DriverError,
@@ -40,13 +37,13 @@ from strata_nb.errors import (  # noqa: E402
     RuleViolation,
     UnsupportedDevice,
 )
-from strata_nb.host import (  # noqa: E402
+from strata_nb.host import (
     MAX_CHUNKS,
     OPERATIONS,
     HostDriver,
     parse_host_devices,
 )
-from strata_nb.host_memory import DeviceAccount, HostDevice  # noqa: E402
+from strata_nb.host_memory import DeviceAccount, HostDevice
 
 KIB, MIB = 1 << 10, 1 << 20
 UNIT = 64 * KIB

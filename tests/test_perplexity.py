@@ -375,7 +375,11 @@ def test_ctrl_c_ends_with_130_and_the_score_so_far(model: str, tmp_path: Path) -
         "m.main()"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A run in the background hands down an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     assert process.stderr.readline() == b"reading\n"

@@ -12,7 +12,6 @@ from vocab_files import (
     VocabFiles,
     cases,
     expected,
-    vocab_files_fixture,  # noqa: F401
 )
 
 from strata_nb.tokenizer import Tokenizer

@@ -1,10 +1,9 @@
-"""The tokenizer: real vocabularies against llama.cpp, small ones against the definitions."""
+"""The tokenizer: real vocabularies against llama.cpp, special tokens, and the time it takes."""
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,34 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocab_files import (
     BPE_VOCABULARIES,
+    CONTROL,
+    NORMAL,
     PRE_TOKENIZERS,
+    SYMBOLS,
+    UNKNOWN,
+    USER_DEFINED,
     VOCABULARIES,
     VocabFiles,
     cases,
     expected,
     open_tokenizer,
-    vocab_files_fixture,  # noqa: F401
-    vocabulary,
+    symbols,
     write_vocabulary,
 )
 
-from strata_nb.errors import ConfigError, FileFormatError
+from strata_nb.errors import ConfigError
 from strata_nb.text import pretokenizers
 from strata_nb.text.merging import MAX_RUN
 from strata_nb.text.vocabulary import TokenKind
 from strata_nb.tokenizer import Tokenizer
 
 MARK = "\ufdd0"
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = (
-    TokenKind.NORMAL,
-    TokenKind.UNKNOWN,
-    TokenKind.CONTROL,
-    TokenKind.USER_DEFINED,
-    TokenKind.BYTE,
-)
-SYMBOLS = [*map(chr, range(0x21, 0x7F)), *map(chr, (*range(0xA1, 0xAD), *range(0xAE, 0x100)))]
-SYMBOLS += [chr(0x100 + i) for i in range(256 - len(SYMBOLS))]
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 # Real vocabularies
@@ -86,6 +79,15 @@ def test_every_set_of_expressions_is_tried() -> None:
     known = {words.expressions for words in pretokenizers._BY_NAME.values()}
     tried = {pretokenizers._BY_NAME[name].expressions for name in PRE_TOKENIZERS}
     assert known == tried
+
+
+@pytest.mark.parametrize("name", BPE_VOCABULARIES)
+def test_words_that_are_tokens_stay_whole_only_where_the_pre_tokenizer_says_so(
+    name: str, vocab_files: VocabFiles
+) -> None:
+    whole = pretokenizers.find("qwen2" if name == "qwen35" else name)
+    assert whole is not None
+    assert whole.whole_words == (name == "llama-bpe")
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
@@ -248,10 +250,6 @@ def special_tokenizer(tmp_path: Path, *special: tuple[str, TokenKind]) -> Tokeni
     return open_tokenizer(write_vocabulary(tmp_path / "v.gguf", tokens, kinds=kinds))
 
 
-def symbols(text: str) -> list[int]:
-    return [SYMBOLS.index(char) for char in text]
-
-
 def test_the_longest_special_token_goes_first_wherever_it_stands(tmp_path: Path) -> None:
     tokenizer = special_tokenizer(
         tmp_path, ("<a>", CONTROL), (">bcd<", CONTROL), ("<", CONTROL), ("<a><", CONTROL)
@@ -335,298 +333,3 @@ def test_the_end_of_a_message_is_no_end_where_there_are_ends_of_answers(
     assert ends == {257, 258}
     alone = open_tokenizer(write_vocabulary(tmp_path / "w.gguf", [*SYMBOLS, "<|end|>", "x"]))
     assert alone.end_ids == {256}
-
-
-# Definitions
-
-
-def merge_by_definition(text: str, vocabulary: Sequence[str], merges: Sequence[str]) -> list[int]:
-    """BPE: join the neighbours of the earliest merge, leftmost first, until none is left."""
-    pairs: dict[tuple[str, str], int] = {}
-    for rank, merge in enumerate(merges):
-        left, right = merge.split(" ")
-        pairs.setdefault((left, right), rank)
-    parts = list(text)
-    while True:
-        candidates = [
-            (pairs[parts[i], parts[i + 1]], i)
-            for i in range(len(parts) - 1)
-            if (parts[i], parts[i + 1]) in pairs
-        ]
-        if not candidates:
-            break
-        _, i = min(candidates)
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    ids = []
-    for part in parts:
-        texts = [part] if part in vocabulary else part
-        ids += [vocabulary.index(text) for text in texts if text in vocabulary]
-    return ids
-
-
-@given(st.data())
-@settings(max_examples=300, deadline=None)
-def test_any_list_of_merges_is_applied_by_the_definition(data: st.DataObject) -> None:
-    some = st.text("abc", min_size=1, max_size=4)
-    tokens = data.draw(st.lists(some, min_size=1, max_size=12, unique=True))
-    merges = data.draw(st.lists(st.tuples(some, some).map(" ".join), max_size=20))
-    text = data.draw(st.text("abc", max_size=20))
-    ids = Tokenizer(vocabulary(tokens, model="gpt2", merges=merges)).encode(text)
-    assert ids == merge_by_definition(text, tokens, merges)
-
-
-def join_by_definition(text: str, tokens: Sequence[str], scores: Sequence[float]) -> list[str]:
-    """SPM: join the neighbours whose result has the highest score, leftmost first."""
-    parts = list(text)
-    while True:
-        candidates = [
-            (-scores[tokens.index(joined)], i)
-            for i in range(len(parts) - 1)
-            if (joined := parts[i] + parts[i + 1]) in tokens
-        ]
-        if not candidates:
-            return parts
-        _, i = min(candidates)
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-
-
-@pytest.mark.parametrize("scoring", ["distinct", "ties"])
-@given(st.data())
-@settings(max_examples=400, deadline=None)
-def test_any_spm_vocabulary_joins_by_the_definition(scoring: str, data: st.DataObject) -> None:
-    several = st.text("ab▁", min_size=2, max_size=5)
-    tokens = ["a", "▁", *data.draw(st.lists(several, min_size=8, max_size=16, unique=True))]
-    if scoring == "distinct":
-        scores = data.draw(st.permutations([float(i) for i in range(len(tokens))]))
-    else:
-        score = st.sampled_from([0.0, -1.0, -2.0])
-        scores = data.draw(st.lists(score, min_size=len(tokens), max_size=len(tokens)))
-    text = data.draw(st.text("ab ", min_size=8, max_size=24))
-    tokenizer = Tokenizer(
-        vocabulary([*tokens, *BYTES], model="llama", scores=[*scores, *[-9.0] * 256])
-    )
-    wanted = join_by_definition(text.replace(" ", "▁"), [*tokens, *BYTES], [*scores, *[-9.0] * 256])
-    got = [tokenizer.text(token).replace("<0x62>", "b") for token in tokenizer.encode(text)]
-    assert got == wanted
-
-
-def test_runs_of_spaces_join_by_the_definition_in_a_real_vocabulary(
-    vocab_files: VocabFiles,
-) -> None:
-    tokenizer = vocab_files.tokenizer("llama-spm")
-    runs = ["▁" * length for length in range(1, 17)]
-    tokens = [*runs, "a", "▁a"]
-    scores = [-1e9] * 16 + [-2.0, -1.0]
-    for length in range(70):
-        for end in ("", "a"):
-            wanted = join_by_definition("▁" * (length + 1) + end, tokens, scores)
-            ids = tokenizer.encode(" " * length + end) if length or end else []
-            assert [tokenizer.text(token) for token in ids] == (wanted if length or end else [])
-
-
-def test_characters_outside_an_spm_vocabulary_are_spelled_in_bytes_or_unknown() -> None:
-    tokens = ["<unk>", "▁", "a", "aé", *BYTES]
-    kinds = [UNKNOWN, NORMAL, NORMAL, NORMAL, *[BYTE] * 256]
-    scores = [0.0, -1.0, -2.0, -3.0, *[0.0] * 256]
-    whole = Tokenizer(
-        vocabulary(tokens, model="llama", scores=scores, kinds=kinds, unk_id=0, space_prefix=True)
-    )
-    assert whole.encode("aé") == [1, 3]
-    assert whole.encode("éa") == [1, 4 + 0xC3, 4 + 0xA9, 2]
-    assert whole.decode(whole.encode(" 🙂é\n")) == " 🙂é\n".encode()
-    assert whole.encode("<0x41>") == [1, *(4 + byte for byte in b"<0x41>")]
-    assert whole.warnings == []
-    poor = Tokenizer(
-        vocabulary(tokens[:4], model="llama", scores=scores[:4], kinds=kinds[:4], unk_id=0)
-    )
-    assert poor.encode("aéa🙂é") == [3, 2, 0, 0]
-    assert re.search(r"256 of the 256 bytes .* become the unknown token", poor.warnings[0])
-    nothing = Tokenizer(vocabulary(tokens[1:3], model="llama", scores=[-1.0, -2.0]))
-    assert nothing.encode("aba") == [1, 1]
-    assert "are lost" in nothing.warnings[0]
-
-
-def test_spm_puts_a_space_before_each_text_and_takes_it_away_again(
-    vocab_files: VocabFiles,
-) -> None:
-    tokenizer = vocab_files.tokenizer("llama-spm")
-    ids = tokenizer.encode("Hello<s>world</s></s> x", add_special=True, parse_special=True)
-    assert [tokenizer.text(token) for token in ids] == [
-        *("<s>", "▁Hello", "<s>", "▁world", "</s>", "</s>", "▁", "▁x")
-    ]
-    assert tokenizer.decode(ids) == b"<s>Hello<s>world</s></s> x"
-    assert tokenizer.decode(ids, skip_special=True) == b"Helloworld x"
-
-
-# Files that are odd or damaged
-
-
-def test_a_missing_or_unknown_pre_tokenizer_is_the_default_one_with_a_warning(
-    tmp_path: Path,
-) -> None:
-    default = write_vocabulary(tmp_path / "d.gguf", SYMBOLS, pre="default")
-    assert open_tokenizer(default).warnings == []
-    for number, (pre, words) in enumerate(((None, "names no"), ("futuristic", "'futuristic'"))):
-        path = write_vocabulary(tmp_path / f"{number}.gguf", SYMBOLS, pre=pre)
-        tokenizer = open_tokenizer(path)
-        assert len(tokenizer.warnings) == 1
-        assert words in tokenizer.warnings[0]
-        assert "\n" not in tokenizer.warnings[0]
-        assert tokenizer.encode("12345 ok") == open_tokenizer(default).encode("12345 ok")
-
-
-@pytest.mark.parametrize("model", ["bert", "t5", "rwkv", "no_vocab", "gemma4"])
-def test_other_kinds_of_tokenizers_are_refused_by_name(model: str, tmp_path: Path) -> None:
-    path = write_vocabulary(tmp_path / "v.gguf", SYMBOLS, model=model)
-    with pytest.raises(FileFormatError, match=repr(model)) as caught:
-        open_tokenizer(path)
-    assert "gpt2" in caught.value.hint
-    assert "llama" in caught.value.hint
-    assert caught.value.offset is not None
-
-
-def refusal(path: Path) -> FileFormatError:
-    with pytest.raises(FileFormatError) as caught:
-        open_tokenizer(path)
-    return caught.value
-
-
-@pytest.mark.parametrize("count", [1, 255, 257])
-def test_arrays_of_other_lengths_than_the_tokens_are_refused(count: int, tmp_path: Path) -> None:
-    path = tmp_path / "v.gguf"
-    error = refusal(write_vocabulary(path, SYMBOLS, kinds=[1] * count))
-    assert f"token_type: holds {count} values for 256 tokens" in str(error)
-    assert error.offset is not None
-    error = refusal(write_vocabulary(path, SYMBOLS, scores=[1.0] * count))
-    assert f"scores: holds {count} values for 256 tokens" in str(error)
-    error = refusal(write_vocabulary(path, SYMBOLS, scores=[1.0] * count, model="llama"))
-    assert f"scores: holds {count} values for 256 tokens" in str(error)
-
-
-@pytest.mark.parametrize("kind", [7, 77])
-def test_unknown_types_of_tokens_are_refused(kind: int, tmp_path: Path) -> None:
-    kinds = [1] * 255 + [kind]
-    error = refusal(write_vocabulary(tmp_path / "v.gguf", SYMBOLS, kinds=kinds))
-    assert f"token 255 is of type {kind}" in str(error)
-
-
-@pytest.mark.parametrize("text", ["<0x4>", "<0xGG>", "A", "<0x41>>"])
-def test_a_byte_token_that_names_no_byte_is_refused(text: str, tmp_path: Path) -> None:
-    error = refusal(
-        write_vocabulary(
-            tmp_path / "v.gguf", ["a", text], model="llama", scores=[0, 0], kinds=[NORMAL, BYTE]
-        )
-    )
-    assert f"token 1 stands for a byte, and its text is {text!r}" in str(error)
-
-
-@pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom", "unknown"])
-def test_a_special_id_outside_the_vocabulary_is_refused(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "v.gguf"
-    error = refusal(write_vocabulary(path, SYMBOLS, ids={f"{name}_token_id": 256}))
-    assert f"{name}_token_id: is 256, and there are 256 tokens" in str(error)
-    assert error.offset is not None
-    write_vocabulary(path, SYMBOLS, ids={f"{name}_token_id": 2**32 - 1})  # -1: there is none
-    assert open_tokenizer(path).end_ids == frozenset()
-
-
-def test_a_padding_id_outside_the_vocabulary_is_ignored_with_a_warning(tmp_path: Path) -> None:
-    path = write_vocabulary(tmp_path / "v.gguf", SYMBOLS, ids={"padding_token_id": 256})
-    tokenizer = open_tokenizer(path)
-    assert tokenizer.pad_id is None
-    assert "256, of 256 tokens" in tokenizer.warnings[0]
-
-
-def test_spm_without_scores_and_bpe_without_merges_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "v.gguf"
-    assert "without scores" in str(refusal(write_vocabulary(path, SYMBOLS, model="llama")))
-    assert "tokenizer.ggml.merges" in str(refusal(write_vocabulary(path, SYMBOLS, merges=None)))
-
-
-def test_a_wanted_bos_that_the_file_does_not_name_is_left_out_with_a_warning(
-    tmp_path: Path,
-) -> None:
-    path = write_vocabulary(tmp_path / "v.gguf", SYMBOLS, flags={"add_bos_token": True})
-    tokenizer = open_tokenizer(path)
-    assert not tokenizer.add_bos
-    assert tokenizer.encode("a", add_special=True) == symbols("a")
-    assert "BOS" in tokenizer.warnings[0]
-
-
-def test_odd_merges_do_no_harm(tmp_path: Path) -> None:
-    tokens = [*SYMBOLS, "he", "hel", "ll", "xy"]
-    merges = [
-        "h e",
-        "nospace",
-        " x",
-        "h ",
-        "h e",
-        "q q",
-        "qq q",
-        "zz top",
-        "he l",
-        "l l",
-        "é\ud800 x",
-    ]
-    path = write_vocabulary(
-        tmp_path / "v.gguf", tokens, merges=[merge for merge in merges if "\ud800" not in merge]
-    )
-    tokenizer = open_tokenizer(path)
-    assert tokenizer.encode("hello") == [257, *symbols("lo")]
-    assert tokenizer.encode("qqqq") == symbols("qqqq")
-    assert tokenizer.decode(tokenizer.encode("hello qqqq")) == b"hello qqqq"
-    assert len(tokenizer.warnings) == 1
-    assert "3 of 9 merges" in tokenizer.warnings[0]
-
-
-def test_of_equal_merges_the_first_counts() -> None:
-    tokens, merges = ["a", "b", "c", "ab", "bc"], ["a b", "b c", "a b"]
-    assert Tokenizer(vocabulary(tokens, model="gpt2", merges=merges)).encode("abc") == [3, 2]
-
-
-def test_text_never_merges_into_a_control_token(tmp_path: Path) -> None:
-    tokens, kinds = [*SYMBOLS, "ab", "abc"], [NORMAL] * 256 + [CONTROL, NORMAL]
-    path = write_vocabulary(tmp_path / "v.gguf", tokens, kinds=kinds, merges=["a b", "ab c"])
-    tokenizer = open_tokenizer(path)
-    assert tokenizer.encode("ab") == symbols("ab")
-    assert tokenizer.encode("abc") == [257]
-
-
-def test_empty_equal_and_undecodable_tokens_do_no_harm(tmp_path: Path) -> None:
-    tokens = [*SYMBOLS, "he", "", "he", "", b"\xff\xfe", "<p>", "<p>", b"<\xff>"]
-    kinds = [NORMAL] * 261 + [CONTROL] * 3
-    path = write_vocabulary(tmp_path / "v.gguf", tokens, kinds=kinds, merges=["h e"])
-    tokenizer = open_tokenizer(path)
-    assert tokenizer.encode("he") == [256]
-    assert tokenizer.encode("<p>", parse_special=True) == [261]
-    assert [tokenizer.piece(token, special=True) for token in range(256, 264)] == [
-        *(b"he", b"", b"he", b"", b"\xff\xfe", b"<p>", b"<p>", b"<\xff>")
-    ]
-    spm = write_vocabulary(
-        tmp_path / "w.gguf", ["a", "", "a", b"\xff"], model="llama", scores=[0, 0, 0, 0]
-    )
-    assert open_tokenizer(spm).encode("aa")[-2:] == [0, 0]
-
-
-def test_bytes_without_a_token_are_lost_with_a_warning(tmp_path: Path) -> None:
-    path = tmp_path / "v.gguf"
-    tokenizer = open_tokenizer(write_vocabulary(path, [s for s in SYMBOLS if s != "b"]))
-    assert tokenizer.decode(tokenizer.encode("abc")) == b"ac"
-    assert [line.split(" bytes")[0] for line in tokenizer.warnings] == ["1"]
-    tokenizer = open_tokenizer(write_vocabulary(path, [s for s in SYMBOLS if s not in "ÿÀĀ"]))
-    assert tokenizer.decode(tokenizer.encode("a\x00c")) == b"ac"
-    assert tokenizer.warnings == []  # no text will ever have these
-
-
-def test_a_file_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
-    path = write_vocabulary(tmp_path / "v.gguf", [])
-    assert "tokenizer.ggml.tokens" in str(refusal(path))
-
-
-@pytest.mark.parametrize("name", BPE_VOCABULARIES)
-def test_words_that_are_tokens_stay_whole_only_where_the_pre_tokenizer_says_so(
-    name: str, vocab_files: VocabFiles
-) -> None:
-    whole = pretokenizers.find("qwen2" if name == "qwen35" else name)
-    assert whole is not None
-    assert whole.whole_words == (name == "llama-bpe")

@@ -15,18 +15,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from driver_contract import held_stream
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-pytest.register_assert_rewrite("driver_contract")
-
-from driver_contract import held_stream  # noqa: E402 - after its assertions explain themselves
-
-from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation  # noqa: E402
-from strata_nb.host import HostDriver  # noqa: E402
-from strata_nb.host_memory import DeviceAccount, HostDevice  # noqa: E402
-from strata_nb.vmm import Account, ChunkPool, Range, choose_chunk_bytes  # noqa: E402
+from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
+from strata_nb.host import HostDriver
+from strata_nb.host_memory import DeviceAccount, HostDevice
+from strata_nb.vmm import Account, ChunkPool, Range, choose_chunk_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 UNIT = 64 * KIB

@@ -1,7 +1,4 @@
-"""Unpack the real vocabularies of tests/data/vocab, and write small ones.
-
-A test file that imports `vocab_files_fixture` has the fixture `vocab_files`.
-"""
+"""Unpack the real vocabularies of tests/data/vocab, and write small ones."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import pytest
 
 from strata_nb.gguf import GGUFFile
 from strata_nb.text.pretokenizers import PreTokenizer
@@ -31,6 +27,23 @@ PRE_TOKENIZERS = (
     *("deepseek-llm", "deepseek-coder", "deepseek-v3", "spark2_5", "bloom", "viking", "gpt-4o"),
     *("tekken", "bailingmoe", "seed-coder", "exaone-moe", "laguna", "ufakzeka", "minicpm5"),
 )
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = (
+    TokenKind.NORMAL,
+    TokenKind.UNKNOWN,
+    TokenKind.CONTROL,
+    TokenKind.USER_DEFINED,
+    TokenKind.BYTE,
+)
+# The characters that stand for the bytes in a BPE vocabulary, and the tokens that do in an SPM one.
+SYMBOLS = [*map(chr, range(0x21, 0x7F)), *map(chr, (*range(0xA1, 0xAD), *range(0xAE, 0x100)))]
+SYMBOLS += [chr(0x100 + i) for i in range(256 - len(SYMBOLS))]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def symbols(text: str) -> list[int]:
+    """Return the ids of characters in a vocabulary that begins with SYMBOLS."""
+    return [SYMBOLS.index(char) for char in text]
 
 
 class VocabFiles:
@@ -55,17 +68,6 @@ class VocabFiles:
             with GGUFFile.open(self.path(name)) as file:
                 self._tokenizers[name] = Tokenizer.from_gguf(file)
         return self._tokenizers[name]
-
-
-@pytest.fixture(scope="session", name="vocab_files")
-def vocab_files_fixture(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> VocabFiles:
-    """Each test file that imports this has a fixture of its own; they share what is in it."""
-    stash = request.config.stash
-    if _FILES not in stash:
-        stash[_FILES] = VocabFiles(tmp_path_factory.mktemp("vocab"))
-    return stash[_FILES]
 
 
 @cache
@@ -161,9 +163,6 @@ def vocabulary(
         strip_right=frozenset(),
         warnings=[],
     )
-
-
-_FILES = pytest.StashKey[VocabFiles]()
 
 
 def _renamed(content: bytes, pre_tokenizer: str) -> bytes:

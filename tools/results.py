@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+_OTHER_RESULTS = ":(top,exclude)bench/results"
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 
 
@@ -29,7 +30,7 @@ def write_result(
         "command": command,
         "commit": _git("rev-parse", "HEAD"),
         # Results of the same run, written a moment ago, do not make the code another one.
-        "clean_tree": _git("status", "--porcelain", "--", ".", ":!bench/results") == "",
+        "clean_tree": _git("status", "--porcelain", "--", ":/", _OTHER_RESULTS) == "",
         "machine": _machine(),
         "versions": {
             "python": platform.python_version(),

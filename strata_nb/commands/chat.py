@@ -7,6 +7,7 @@ of it stays: it is rewound to the first token that differs, and only the rest is
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 from strata_nb.chat import encode_chat
@@ -86,6 +87,9 @@ def run(arguments: Arguments) -> int:
                     messages = list(opening)
                     continue
                 if not line.strip():
+                    continue
+                if re.fullmatch(r"/[a-z]+", line.strip()):
+                    note(f"{line.strip()}: unknown command; /reset forgets, /exit ends")
                     continue
                 turn = [*messages, {"role": "user", "content": line}]
                 earlier_s = figures.prompt_s

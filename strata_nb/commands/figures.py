@@ -49,7 +49,7 @@ class Figures:
         self.decode_tokens += max(generation.generated - 1, 0)
         self.decode_s += generation.decode_s
         self.finish = generation.finish
-        self.seed = generation.seed
+        self.seed = generation.seed if generation.random else None
 
     def line(self) -> str:
         """Return the line that ends a run."""

@@ -36,6 +36,8 @@ def run(arguments: Arguments) -> int:
     """
     options = _options(arguments)
     card = arguments.size_bytes("--vram")
+    if card is not None and card < MIB:
+        raise ConfigError(f"--vram {card} bytes: not a card", hint="write --vram 12GiB, say")
     lines: list[str] = []
     with GGUFFile.open(options.model) as file:
         lines += file_lines(file)

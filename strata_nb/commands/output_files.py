@@ -29,6 +29,8 @@ def output_file(arguments: Arguments, flag: str) -> Path | None:
     name = arguments.path(flag)
     if name is None:
         return None
+    if name == "-":
+        raise ConfigError(f"{flag} -: not a file", hint=f"{flag} /dev/stdout writes to stdout")
     try:
         path = Path(name).resolve()
         special = _is_special(path)

@@ -8,7 +8,7 @@ Written as a list of merges for `tokenizers` (every split of every token, ordere
 different tokens cannot have the same rank, so which is leftmost would not count. In trained
 vocabularies each token has a score of its own, but for runs of spaces, with which both orders end
 in the same tokens (that is tried). Any other vocabulary with equal scores is encoded here, several
-times slower.
+times slower, and so is one of many long tokens, whose list of merges would fill the memory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from strata_nb.text.merging import Encode, plain_tokens, replace_stand_ins
 from strata_nb.text.vocabulary import Vocabulary
 
 SPACE = "▁"  # stands for a space in all texts of the vocabulary
+# The splits of a token hold the square of its length in characters: 1 million in all in Llama 2's
+# vocabulary, for which a list of merges is made up to this many.
+MAX_SPLIT_CHARACTERS = 1 << 26
+MAX_TIED_RUN = 64  # spaces: Llama 2 has 16; the trial of both orders is quadratic in it
 _BYTE_TEXTS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
@@ -36,15 +40,16 @@ def sentencepiece(vocabulary: Vocabulary, warnings: list[str]) -> Encode:
             + (" become the unknown token" if spelling.unknown else " are lost")
         )
     scores = dict(zip(tokens, vocabulary.scores[list(tokens.values())].tolist(), strict=True))
-    by_ranks = _by_ranks(tokens, scores, spelling, first_free=len(vocabulary.texts))
     tied = _tied(scores)
-    if not tied:
-        return by_ranks
+    trial = range(0)
+    if tied and set("".join(tied)) == {SPACE} and max(map(len, tied)) <= MAX_TIED_RUN:
+        trial = range(2 * max(map(len, tied)) + 1)
+    if (tied and not trial) or sum(len(text) ** 2 for text in tokens) > MAX_SPLIT_CHARACTERS:
+        return _by_leftmost(tokens, scores, spelling)
+    by_ranks = _by_ranks(tokens, scores, spelling, first_free=len(vocabulary.texts))
     by_leftmost = _by_leftmost(tokens, scores, spelling)
-    runs = (SPACE * length for length in range(2 * max(map(len, tied)) + 1))
-    if set("".join(tied)) == {SPACE} and all(by_ranks(run) == by_leftmost(run) for run in runs):
-        return by_ranks
-    return by_leftmost
+    agree = all(by_ranks(SPACE * length) == by_leftmost(SPACE * length) for length in trial)
+    return by_ranks if agree else by_leftmost
 
 
 class _Spelling:

@@ -1,8 +1,9 @@
 """What a template may spend: steps, processor time, and the sizes of the values that it builds.
 
-A step is about as much work as one turn of an empty loop. Work on a value is paid before it is done
-and by its size: 128 characters are a step, and so are four items of a list. What is in the items is
-counted as often as it is in there: a list that holds another one twice is printed with both.
+A step is about as much work as one turn of an empty loop. Work on a value is paid before it is
+done and by its size: 512 bytes of text are a step, and so is an item of a list. What is in the
+items is counted as often as it is in there: a list that holds another one twice is printed with
+both.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ MAX_SECONDS = 5.0  # of this thread's processor time
 MAX_SIZE = 1 << 22  # characters of a text, items of a list: a million tokens in one value
 MAX_BITS = 1 << 14  # of an integer
 MAX_DEPTH = 100  # of values in values; Python's hash of a nested tuple has no limit but the stack
-CHARACTERS_PER_STEP = 128  # copying them takes 0.05 us, changing their case up to 2 us
-ITEM = 32  # characters that an item counts as
+BYTES_PER_STEP = 512  # copying them takes 0.05 us, changing their case up to 5 us
+WIDEST = 4  # bytes of a character, unless all of a text is ASCII
+COMPARISONS_PER_STEP = 1024  # of characters
 
 _STEPS_PER_LOOK = 64  # asking for the time takes as long as several steps
 _LONG_WIDTH = re.compile(r"[0-9]{4}|[*{]")  # in a format: four digits, or a width from elsewhere
@@ -51,34 +53,32 @@ class Steps:
             self._look()
 
     def walk(self, *values: Any) -> int:
-        """Pay for a look at every part of the values; returns their size in characters."""
-        size = _size(values, self._left * CHARACTERS_PER_STEP)
-        self.take(size // CHARACTERS_PER_STEP)
+        """Pay for a look at every part of the values; returns their size in bytes."""
+        # What exceeds this by one costs a step more than there is.
+        limit = (self._left + 1) * BYTES_PER_STEP - 1
+        size = _size(values, limit)
+        self.take(size // BYTES_PER_STEP)
         return size
 
     def walk_items(self, value: Any) -> None:
         """Pay for a look at each item of a value, but not into it; of a text, each character."""
-        self.take(length(value) * ITEM // CHARACTERS_PER_STEP)
+        self.take(length(value))
 
     def copy(self, value: Any) -> None:
         """Pay for a copy of a text or a list."""
-        self.take(length(value) * (1 if isinstance(value, str) else ITEM) // CHARACTERS_PER_STEP)
+        self.take(_bytes(value) // BYTES_PER_STEP if isinstance(value, str) else length(value))
 
-    def search(self, text: str, *values: Any) -> int:
-        """Pay for comparing the values with each place of a text; returns the size of all.
-
-        Stripping and searching from the right take as long as both lengths multiplied.
-        """
-        size, others = _size((text,), MAX_SIZE), self.walk(*values)
-        self.take((1 + size // CHARACTERS_PER_STEP) * (1 + others // CHARACTERS_PER_STEP))
-        return size + others
+    def compare(self, text: str, others: Iterable[Any]) -> None:
+        """Pay for comparing each character of a text with each one of other texts."""
+        characters = sum(len(other) for other in others if isinstance(other, str))
+        self.take(len(text) * characters // COMPARISONS_PER_STEP)
 
     def build(self, size: int, unit: str, what: str) -> None:
         """Pay for a text of `size` characters or a list of `size` items that `what` will build."""
         size = operator.index(size)
         if size > MAX_SIZE:
             raise SecurityError(f"`{what}` would build {size:,} {unit}, more than {MAX_SIZE:,}")
-        self.take(size * (1 if unit == "characters" else ITEM) // CHARACTERS_PER_STEP)
+        self.take(size * WIDEST // BYTES_PER_STEP if unit == "characters" else size)
 
     def _look(self) -> None:
         if self._left < 0:
@@ -116,7 +116,7 @@ def check_result(value: object, what: str) -> None:
 
 
 def percent_size(text: str, size: int) -> int:
-    """Return how long `text % values` is at most, for values of `size` characters together."""
+    """Return how many characters `text % values` has at most, for values of `size` bytes."""
     found = [(match[1] or "", match[2]) for match in _PERCENT.finditer(text)]
     if any("(" in key[1:] for key, _ in found):
         raise SecurityError("a name in a format may have no ( in it")
@@ -124,7 +124,7 @@ def percent_size(text: str, size: int) -> int:
 
 
 def format_size(text: str, size: int) -> int:
-    """Return how long `text.format(values)` is at most, for values of `size` characters."""
+    """Return how many characters `text.format(values)` has at most, for values of `size` bytes."""
     fields = [spec for _, field, spec, _ in string.Formatter().parse(text) if field is not None]
     return _formatted_size(text, [spec or "" for spec in fields], size)
 
@@ -136,7 +136,7 @@ def _formatted_size(text: str, specs: list[str], size: int) -> int:
 
 
 def _size(values: Iterable[Any], limit: int) -> int:
-    """Return the number of characters in values, an item counting as several.
+    """Return the number of bytes in values, an item counting as 512.
 
     What exceeds `limit` only has to exceed it. Raises SecurityError for a value that is itself too
     large or too deep.
@@ -147,21 +147,21 @@ def _size(values: Iterable[Any], limit: int) -> int:
         depth, value = waiting.pop()
         if isinstance(value, str):
             check_result(value, "a template")
-            size += len(value)
+            size += _bytes(value)
         elif value is None or isinstance(value, (bool, float)):
             size += 8
         elif isinstance(value, int):
             check_result(value, "a template")
             size += 8 + value.bit_length() // 3
         elif isinstance(value, (Mapping, list, tuple, AbstractSet, ItemsView, ValuesView)):
-            size += (1 + len(value)) * ITEM
+            size += (1 + len(value)) * BYTES_PER_STEP
             if depth == MAX_DEPTH:
                 raise SecurityError(f"values nested more than {MAX_DEPTH} deep")
             if size <= limit:
                 inside = value.items() if isinstance(value, Mapping) else value
                 waiting += [(depth + 1, item) for item in inside]
         elif isinstance(value, range):
-            size += len(value) * ITEM
+            size += len(value) * BYTES_PER_STEP
         elif isinstance(value, LoopContext):
             raise SecurityError("`loop` is no list")
         elif isinstance(value, Namespace):
@@ -169,6 +169,10 @@ def _size(values: Iterable[Any], limit: int) -> int:
         else:
             size += len(repr(value))
     return size
+
+
+def _bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text) * WIDEST
 
 
 def length(value: Any) -> int:

@@ -15,7 +15,12 @@ from jinja2 import compiler, nodes
 from jinja2.runtime import Context, markup_join, str_join
 from jinja2.visitor import NodeTransformer
 
-from strata_nb.text.template_budget import CHARACTERS_PER_STEP, ITEM, Counted, Steps
+from strata_nb.text.template_budget import (
+    BYTES_PER_STEP,
+    WIDEST,
+    Counted,
+    check_result,
+)
 
 CALL_STEPS = 10  # calling a macro or a recursive loop takes as long as ten plain iterations
 
@@ -44,7 +49,7 @@ class PayingGenerator(compiler.CodeGenerator):
             lists = block.find_all((nodes.List, nodes.Tuple, nodes.Dict))
             items = sum(len(literal.items) for literal in lists)
             steps = 1 if is_plain_loop else CALL_STEPS
-            steps += (texts + items * ITEM) // CHARACTERS_PER_STEP
+            steps += items + texts * WIDEST // BYTES_PER_STEP
             step = nodes.Filter(nodes.Const(steps), _COUNT, [], [], None, None)
             block.body.insert(0, nodes.ExprStmt(step, lineno=block.lineno))
         _Charging().visit(node)
@@ -138,9 +143,10 @@ def _search(context: Context, value: Any) -> Any:
 @jinja2.pass_context
 def _concatenate(context: Context, parts: list[Any]) -> str:
     """Return what jinja2's `~` returns."""
-    steps: Steps = context[STEPS]
-    steps.build(sum(map(steps.walk, parts)), "characters", "~")
-    return markup_join(parts) if context.eval_ctx.autoescape else str_join(parts)
+    context[STEPS].walk(*parts)
+    result = markup_join(parts) if context.eval_ctx.autoescape else str_join(parts)
+    check_result(result, "~")
+    return result
 
 
 @jinja2.pass_context

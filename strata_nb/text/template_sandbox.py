@@ -8,7 +8,7 @@ budget, because a file must not be able to hang its reader.
 Bounded, by `Steps`: the turns of loops and the calls of macros and blocks; whatever filters, tests,
 operators, methods and `{{ }}` do with large values, each paid by size before it is done; the size
 of each value; the processor time, looked at between steps. All that a template builds is at most
-2,000,000 steps of 128 characters: 0.25 GiB in ASCII, 1 GiB in the widest characters.
+2,000,000 steps of 512 bytes, 1 GiB.
 
 Not bounded here: the time for compiling the template's text (its length is limited by the caller),
 the length of the rendered text (the caller counts the pieces), and a single operation once it has
@@ -19,7 +19,6 @@ no chat template uses and that have no such bound are missing.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
@@ -35,7 +34,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import _PassArg
 
 from strata_nb.text.template_budget import (
-    CHARACTERS_PER_STEP,
+    BYTES_PER_STEP,
     MAX_BITS,
     MAX_SIZE,
     Counted,
@@ -66,6 +65,9 @@ _LOOK_AT_ONE = frozenset({"attr", "count", "d", "default", "first", "last", "len
 _PASS_OVER = frozenset({"items", "list", "map", "reject", "rejectattr", "reverse"})
 _PASS_OVER |= {"select", "selectattr"}
 _BY_CHARACTER = frozenset({"groupby", "max", "min", "sort", "sum", "unique"})
+# Methods and filters that compare each character of a text with each one of an argument.
+_COMPARING = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"})
+_COMPARING |= {"trim"}
 _LOOKING_TESTS = (
     *("in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=", "<", "lt"),
     *("lessthan", "<=", "le", "lower", "upper", "divisibleby"),
@@ -119,11 +121,15 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                     steps.build(len(sequence) * times, _unit(sequence), operator)
         elif isinstance(left, str) and operator == "%":
             steps.build(percent_size(left, steps.walk(right)), "characters", operator)
-        elif isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
-            steps.build(len(left) + len(right), _unit(left), operator)
+        elif isinstance(left, str) and isinstance(right, str):
+            steps.walk(left, right)
+        elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+            steps.build(len(left) + len(right), "items", operator)
         if isinstance(left, int) and isinstance(right, int):
             _check_bits(operator, left, right)
-        return super().call_binop(context, operator, left, right)
+        result = super().call_binop(context, operator, left, right)
+        check_result(result, operator)
+        return result
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call what a template calls, paying for what methods do with large values."""
@@ -207,13 +213,14 @@ def _pay(
     kwargs: dict[str, Any],
 ) -> None:
     """Pay for what a filter or a method of texts reads, and builds beyond that."""
-    pay = steps.search if isinstance(value, str) else steps.walk
-    size = pay(value, *args, *kwargs.values())
+    size = steps.walk(value, *args, *kwargs.values())
+    if isinstance(value, str) and name in _COMPARING:
+        steps.compare(value, (*args, *kwargs.values()))
     if name in sizes:
         steps.build(sizes[name](size, value, *args, **kwargs), "characters", name)
 
 
-# How many characters come out at most: given the size of all values, the value, the arguments.
+# How many characters come out at most: given the bytes of all values, the value, the arguments.
 
 
 def _padded_size(size: int, text: Any, width: int = 80, *_: Any) -> int:
@@ -311,11 +318,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return plain JSON; jinja2's own filter would escape <, >, & and ' for HTML.
-
-    The non-characters U+FDD0 to U+FDEF, which mark control tokens, are not escaped even if
-    everything else outside ASCII is.
-    """
+    """Return plain JSON; jinja2's own filter would escape <, >, & and ' for HTML."""
     steps: Steps = context[STEPS]
     if (len(indent) if isinstance(indent, str) else indent or 0) > MAX_INDENT:
         raise SecurityError(f"`tojson` would indent by more than {MAX_INDENT} characters")
@@ -328,13 +331,5 @@ def _tojson(
         size += len(chunk)
         if size > MAX_SIZE:
             raise SecurityError(f"`tojson` would build more than {MAX_SIZE:,} characters")
-        steps.take(1 + len(chunk) // CHARACTERS_PER_STEP)
-    text = "".join(chunks)
-    return _ESCAPE.sub(_unescaped_mark, text) if ensure_ascii else text
-
-
-_ESCAPE = re.compile(r"\\(?:u(fd[de][0-9a-f])|.)")  # also \\, so that none begins inside another
-
-
-def _unescaped_mark(escape: re.Match[str]) -> str:
-    return chr(int(escape[1], 16)) if escape[1] else escape[0]
+        steps.take(1 + len(chunk) // BYTES_PER_STEP)
+    return "".join(chunks)

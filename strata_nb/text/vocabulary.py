@@ -23,6 +23,7 @@ from strata_nb.text import pretokenizers
 from strata_nb.text.pretokenizers import PreTokenizer
 
 MODELS = {"gpt2": "byte-level BPE", "llama": "SPM"}
+MAX_TOKEN_BYTES = 4096  # real ones have a few hundred; some work here is quadratic in this length
 NO_TOKEN = (2**32 - 1, 2**64 - 1)  # how some converters write the id -1
 
 _MODEL = "tokenizer.ggml.model"
@@ -134,6 +135,7 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     texts = metadata.texts(_TOKENS)
     if not texts:
         raise metadata.error(_TOKENS, "holds no tokens")
+    _check_lengths(metadata, texts)
     kinds = _read_kinds(metadata, texts)
     words = _read_words(metadata, warnings) if model == "gpt2" else pretokenizers.DEFAULT
     special = _SpecialTokens(metadata, texts, kinds, warnings)
@@ -187,6 +189,20 @@ def _read_model(metadata: Metadata) -> str:
             hint=f"supported are: {supported}",
         )
     return model
+
+
+def _check_lengths(metadata: Metadata, texts: list[str]) -> None:
+    if max(map(len, texts)) * 4 <= MAX_TOKEN_BYTES:  # UTF-8 has up to 4 bytes a character
+        return
+    for token, text in enumerate(texts):
+        size = len(text.encode("utf-8", "surrogateescape"))
+        if size > MAX_TOKEN_BYTES:
+            raise metadata.error(
+                _TOKENS,
+                f"token {token} is {size:,} bytes long ({text[:16]!r}...), at most"
+                f" {MAX_TOKEN_BYTES:,} are supported",
+                hint="the file is damaged or made to do harm: fetch the model from its publisher",
+            )
 
 
 def _read_words(metadata: Metadata, warnings: list[str]) -> PreTokenizer:
