@@ -18,7 +18,8 @@ its size follows from its fields and cannot contradict them; kernels and tools t
 `block_record`. Layouts, and the order of the float32 operations, are those of ggml: the results
 agree with it bit by bit.
 
-To add a type: its number in `TensorType`, its row in `_FORMATS`, its function in `decoders.py`.
+To add a type: its number in `TensorType`, its row in `_FORMATS`, its function in
+`quants/decoders.py`.
 `CACHE_TYPES` is likewise the only place that knows how a K/V cache stores a head.
 """
 

@@ -192,10 +192,10 @@ def q6_k(blocks: Blocks, out: Float32) -> None:
 # -- 4-bit quants that number sixteen levels -------------------------------------------------------
 
 # Source: ggml (MIT licence, the ggml authors), `kvalues_iq4nl`.
-_IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Twice the values of FP4 (OCP Microscaling Formats 1.0: a sign, two bits of exponent, one of
 # mantissa), which makes them whole numbers.
-_FP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+FP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _levels(packed: Bytes, levels: tuple[int, ...]) -> Int8:
@@ -207,7 +207,7 @@ def _levels(packed: Bytes, levels: tuple[int, ...]) -> Int8:
 
 def iq4_nl(blocks: Blocks, out: Float32) -> None:
     """Decode IQ4_NL: one scale for 32 values."""
-    _write(out, _levels(blocks["quants"], _IQ4_LEVELS), _column(blocks["scale"]))
+    _write(out, _levels(blocks["quants"], IQ4_LEVELS), _column(blocks["scale"]))
 
 
 def iq4_xs(blocks: Blocks, out: Float32) -> None:
@@ -216,14 +216,14 @@ def iq4_xs(blocks: Blocks, out: Float32) -> None:
         _unpack(blocks["scales_low"], 4, run=1), _unpack(blocks["scales_high"], 2, run=1), 4
     )
     scales = _column(blocks["scale"]) * _signed(steps, 32)
-    _write(out, _levels(blocks["quants"], _IQ4_LEVELS), scales)
+    _write(out, _levels(blocks["quants"], IQ4_LEVELS), scales)
 
 
 def mxfp4(blocks: Blocks, out: Float32) -> None:
     """Decode MXFP4: one power of two for 32 values."""
     # The exponent is biased by 127; the one more halves the scale, because the levels are doubled.
     exponents = blocks["exponent"].astype(np.int32)[:, None] - 128
-    _write(out, _levels(blocks["quants"], _FP4_LEVELS), np.ldexp(np.float32(1), exponents))
+    _write(out, _levels(blocks["quants"], FP4_LEVELS), np.ldexp(np.float32(1), exponents))
 
 
 # -- IQ1, IQ2, IQ3: an index picks the magnitudes of eight (IQ3: four) values from a grid ----------

@@ -1,0 +1,182 @@
+"""Measure the products with packed weights on this machine's CPU.
+
+Usage:
+  host_kernels.py [--types=NAMES] [--outputs=N] [--values=N] [--mib=N] [--prompt=N] [--repeats=N]
+                  [--json=FILE]
+  host_kernels.py --help
+
+Options:
+  --types=NAMES    comma-separated (default: all that have a kernel)
+  --outputs=N      rows of a weight (default 8192)
+  --values=N       values of a row, a multiple of 256 (default 2048)
+  --mib=N          weights read in one measurement, MiB, more than the caches hold (default 256)
+  --prompt=N       rows of activations of the prompt (default 256)
+  --repeats=N      measurements, of which the median counts (default 5)
+  --json=FILE      write the numbers there too
+
+For one and two threads: GB/s of packed weights for one row of activations, and the share of the
+plain read of the same memory that it is, measured in turn with it; for the prompt GFLOP/s, two for
+each multiplication and addition. Weights are random bytes with sane scales; speed does not depend
+on values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from docopt import docopt
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+
+from random_blocks import random_blocks
+
+from strata_nb.compiling import compiled
+from strata_nb.formats import TensorType, block_layout
+from strata_nb.kernels.host import activations, prompt, window
+from strata_nb.kernels.host.capability import PATH
+from strata_nb.kernels.host.vectors import load_integers, no_integers
+from strata_nb.packing import GROUP_ROWS, PACKED, pack
+from strata_nb.raw_memory import store
+
+THREADS = (1, 2)
+SPREAD = 0.02  # standard deviation of the weights
+
+
+@compiled("void(int64,int64,int64)")
+def read(place: int, size: int, result: int) -> None:
+    """Read memory, 256 bytes at a time; the sum keeps the compiler from leaving it out."""
+    first, second, third, fourth = no_integers(), no_integers(), no_integers(), no_integers()
+    for offset in range(0, size - 255, 256):
+        first = first + load_integers(place + offset)
+        second = second + load_integers(place + offset + 64)
+        third = third + load_integers(place + offset + 128)
+        fourth = fourth + load_integers(place + offset + 192)
+    store(result, (first + second) + (third + fourth))
+
+
+def main() -> None:
+    arguments = docopt(__doc__)
+    names = arguments["--types"].split(",") if arguments["--types"] else None
+    kinds = [TensorType[name] for name in names] if names else kernel_types()
+    bench = Bench(
+        outputs=int(arguments["--outputs"] or 8192),
+        values=int(arguments["--values"] or 2048),
+        size_bytes=int(arguments["--mib"] or 256) << 20,
+        prompt=int(arguments["--prompt"] or 256),
+        repeats=int(arguments["--repeats"] or 5),
+    )
+    print(f"{processor()}, load {os.getloadavg()[0]:.1f}, {PATH.value}")
+    print("type        GB/s of weights (share of plain read)      GFLOP/s of a prompt")
+    print("            1 thread         2 threads                 1 thread   2 threads")
+    table: dict[str, Any] = {}
+    for kind in kinds:
+        row = table[kind.name] = bench.measure(kind)
+        decode = [f"{row[f'decode_{n}']:6.1f} ({row[f'share_{n}']:4.0%})" for n in THREADS]
+        prompt = [f"{row[f'prompt_{n}']:9.0f}" for n in THREADS]
+        print(f"{kind.name:10}  {'    '.join(decode)}      {'   '.join(prompt)}", flush=True)
+    if arguments["--json"]:
+        Path(arguments["--json"]).write_text(json.dumps(table, indent=1) + "\n")
+
+
+def kernel_types() -> list[TensorType]:
+    return sorted(PACKED)
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+class Bench:
+    """Buffers and sizes of all measurements."""
+
+    def __init__(
+        self, *, outputs: int, values: int, size_bytes: int, prompt: int, repeats: int
+    ) -> None:
+        self.outputs, self.values, self.size_bytes = outputs, values, size_bytes
+        self.prompt, self.repeats = prompt, repeats
+        x = np.random.default_rng(0).standard_normal((prompt, values)).astype(np.float32)
+        self.x = np.empty(prompt * activations.row_bytes(values), np.uint8)
+        activations.quantise_rows(x.ctypes.data, self.x.ctypes.data, values, 0, prompt)
+        self.y = np.empty((prompt, outputs), np.float32)
+
+    def measure(self, kind: TensorType) -> dict[str, float]:
+        """Return GB/s, share and GFLOP/s by number of threads."""
+        rng = np.random.default_rng(0)
+        blocks = self.outputs * self.values // block_layout(kind).values
+        raw = random_blocks(kind, blocks, SPREAD, rng)
+        packed = pack(kind, raw, self.outputs, self.values)
+        copies = max(1, self.size_bytes // packed.size)
+        weights = np.tile(packed, copies)
+        work = [np.empty(prompt.work_bytes(kind, self.values), np.uint8) for _ in range(8)]
+        result: dict[str, float] = {}
+
+        def multiply(kernel: Callable[..., None], rows: int, copies: int) -> Callable[..., None]:
+            def run(thread: int, threads: int) -> None:
+                first, last = share(self.outputs, thread, threads)
+                for copy in range(copies):
+                    kernel(
+                        weights.ctypes.data + copy * packed.size,
+                        self.x.ctypes.data,
+                        self.y.ctypes.data,
+                        *(rows, self.values // 32, self.outputs, first, last),
+                        work[thread].ctypes.data,
+                    )
+
+            return run
+
+        def plain(thread: int, threads: int) -> None:
+            first, last = share(weights.size, thread, threads)
+            read(weights.ctypes.data + first, last - first, work[thread].ctypes.data)
+
+        decode = multiply(window.window_kernel(kind), 1, copies)
+        reading_prompt = multiply(prompt.prompt_kernel(kind), self.prompt, 1)
+        for threads in THREADS:
+            pairs = [
+                (seconds(plain, threads), seconds(decode, threads)) for _ in range(self.repeats)
+            ]
+            reading, decoding = (statistics.median(column) for column in zip(*pairs, strict=True))
+            result[f"read_{threads}"] = weights.size / reading / 1e9
+            result[f"decode_{threads}"] = weights.size / decoding / 1e9
+            result[f"share_{threads}"] = reading / decoding
+            took = statistics.median(seconds(reading_prompt, threads) for _ in range(self.repeats))
+            operations = 2 * self.prompt * self.outputs * self.values
+            result[f"prompt_{threads}"] = operations / took / 1e9
+        return result
+
+
+def share(total: int, thread: int, threads: int) -> tuple[int, int]:
+    """Return a thread's part of `total`, in whole groups of rows."""
+    groups = -(-total // GROUP_ROWS)
+    first, last = (groups * number // threads * GROUP_ROWS for number in (thread, thread + 1))
+    return first, min(total, last)
+
+
+def seconds(work: Callable[[int, int], None], threads: int) -> float:
+    """Return the time that the threads need together."""
+    workers = [
+        threading.Thread(target=work, args=(number, threads)) for number in range(1, threads)
+    ]
+    start = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    work(0, threads)
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Compile functions with Numba ahead of use, and keep the machine code on disk.
+
+Numba's own cache asks whether the file of a function has changed. A function here is made of
+helpers in other files, so its machine code would go stale in silence. The cache of this file is a
+folder whose name is a hash of everything that can change the code: all sources of the package that
+import Numba, the versions of Python, Numba and llvmlite, the processor with its features, and the
+variables that steer the choice of instructions. Whatever changes, the folder is another one.
+
+Each function has one explicit signature, and so one file of machine code, which is written under a
+temporary name and then renamed: two programs that start at once both compile, and either result is
+right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding
+import numba
+import numba.extending
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+
+from strata_nb.errors import ConfigError
+
+Function = Callable[..., Any]
+
+CACHE_VARIABLE = "STRATA_NB_CACHE_DIR"
+_PACKAGE = Path(__file__).parent
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+# A part is never called from Python or C: leaving those entries out halves its compile time.
+_PART = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
+def compiled(signature: str) -> Callable[[Function], Function]:
+    """Return a decorator that compiles a function for one signature when it is decorated.
+
+    The function runs without the GIL, without bounds checks, and with the rounding that its text
+    says: nothing is reordered. Its name must be unique within its file. ConfigError if the machine
+    code cannot be written to disk.
+    """
+
+    def decorate(function: Function) -> Function:
+        dispatcher: Any = numba.njit(**_OPTIONS)(function)
+        try:
+            dispatcher._cache = _FolderCache(function)
+            dispatcher.compile(signature)
+        except OSError as error:
+            raise ConfigError(
+                f"machine code cannot be kept on disk: {error}",
+                hint=f"name a folder with room that can be written: {CACHE_VARIABLE}=FOLDER",
+            ) from error
+        dispatcher.disable_compile()
+        chosen: Function = dispatcher
+        return chosen
+
+    return decorate
+
+
+def inlined(function: Function) -> Function:
+    """Make a function that compiled ones may call; it becomes part of them."""
+    made: Function = numba.njit(forceinline=True, **_PART)(_with_unique_name(function))
+    return made
+
+
+def helper(function: Function) -> Function:
+    """Make a function that compiled ones may call, as a function of its own."""
+    made: Function = numba.njit(**_PART)(_with_unique_name(function))
+    return made
+
+
+def _with_unique_name(function: Function) -> Function:
+    """Give a part a name that no part of any other program has.
+
+    Numba tells functions of one name apart by counting them, anew in every program. The parts lie
+    in the files of the cache under that name, and the loader takes the first of a name for all: of
+    two kernels that two programs compiled, one would call the other's part.
+    """
+    function.__qualname__ = f"{function.__name__}_{uuid.uuid4().hex}"
+    return function
+
+
+def instruction(function: Function) -> Function:
+    """Make a function that emits LLVM code callable from compiled ones.
+
+    It takes Numba's types and returns a signature and a function that emits the code.
+    """
+    made: Function = numba.extending.intrinsic(function)
+    return made
+
+
+@cache
+def cache_folder() -> Path:
+    """Return the folder of this version, these sources and this processor, and make it.
+
+    It lies in STRATA_NB_CACHE_DIR or else, as the XDG convention has it, in the user's cache.
+    """
+    home = os.environ.get(CACHE_VARIABLE)
+    if not home:
+        parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        home = os.path.join(parent, "strata_nb")
+    digest = hashlib.sha256()
+    for part in _ingredients():
+        digest.update(len(part).to_bytes(8, "little") + part)
+    folder = Path(home) / f"kernels-{digest.hexdigest()[:24]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _ingredients() -> Iterator[bytes]:
+    yield sys.version.encode()
+    yield numba.__version__.encode()
+    yield llvmlite.__version__.encode()
+    yield llvmlite.binding.get_host_cpu_name().encode()
+    yield llvmlite.binding.get_host_cpu_features().flatten().encode()
+    for variable in ("STRATA_NB_CPU_PATH", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_OPT"):
+        yield os.environ.get(variable, "").encode()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        source = path.read_bytes()
+        if b"numba" in source or b"compiling" in source:
+            yield path.relative_to(_PACKAGE).as_posix().encode()
+            yield source
+
+
+class _Locator(_CacheLocator):  # type: ignore[misc]
+    """Tell Numba where the machine code of a function lies."""
+
+    def __init__(self, function: Callable[..., Any], file: str) -> None:
+        pass
+
+    def get_cache_path(self) -> str:
+        return str(cache_folder())
+
+    def get_source_stamp(self) -> str:
+        return ""  # the folder's name stands for every source
+
+    def get_disambiguator(self) -> str:
+        return ""
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], file: str) -> _Locator:
+        return cls(function, file)
+
+
+class _Implementation(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = [_Locator]  # noqa: RUF012 - Numba's interface
+
+
+class _FolderCache(FunctionCache):  # type: ignore[misc]
+    _impl_class = _Implementation
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        try:
+            return super().load_overload(signature, target)
+        except (EOFError, pickle.UnpicklingError):
+            # A file was cut short, as by a loss of power: forget it and compile again.
+            self.flush()
+            return None
+
+    def _index_key(self, signature: Any, codegen: Any) -> Any:
+        # Numba adds the function's code and closure; a closure over functions never hashes the
+        # same twice. Here the name of the file and that of the folder say which code it is.
+        return signature, codegen.magic_tuple()

@@ -1,0 +1,146 @@
+"""Multiply rows of float32 activations by weights of F32, F16 or BF16: routers, and float models.
+
+    y[row, output] = sum over the columns of x[row, column] * w[output, column]
+
+To the bit, for any number of rows and any split of the outputs: column c is added to one of 32
+float32 sums, number c % 32, in ascending order and with one rounding (fma). Then sum i takes up sum
+i + 16, i + 8, i + 4, i + 2, i + 1, halving their number each time. Columns after the last multiple
+of 32 are added to what remains, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from strata_nb.compiling import compiled, helper, inlined
+from strata_nb.formats import TensorType, block_layout
+from strata_nb.kernels.host.generated import define, fill_in
+from strata_nb.kernels.host.instructions import floats_of_halves
+from strata_nb.kernels.host.vectors import (
+    Vector,
+    fused,
+    loader,
+    no_floats,
+    only_lane,
+    recast,
+    shuffler,
+    widen_unsigned,
+)
+from strata_nb.raw_memory import load_f32, prefetch, store
+
+PLAIN = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
+ROWS_AT_ONCE = 4
+_AHEAD = 4096  # bytes between what is read and what is asked for
+
+_load_floats = loader(Vector("f32", 16))
+
+
+def _reader(kind: TensorType, lanes: int) -> Callable[..., Any]:
+    """Return a function (address) that loads that many weights as a vector of float32."""
+    if kind is TensorType.F32:
+        return loader(Vector("f32", lanes))
+    load, as_floats = loader(Vector("u16", lanes)), recast(Vector("f32", lanes))
+
+    @inlined
+    def halves(place: int) -> Any:
+        return floats_of_halves(load(place))
+
+    @inlined
+    def upper_halves(place: int) -> Any:
+        return as_floats(widen_unsigned(load(place)) << 16)
+
+    return halves if kind is TensorType.F16 else upper_halves
+
+
+_parts = [(shuffler(range(half)), shuffler(range(half, 2 * half))) for half in (8, 4, 2, 1)]
+(_low_8, _high_8), (_low_4, _high_4), (_low_2, _high_2), (_low_1, _high_1) = _parts
+
+
+@inlined
+def _added_up(first: Any, second: Any) -> Any:
+    """Return the sum of the lanes of two vectors of 16 floats, halving them."""
+    lanes = first + second
+    eight = _low_8(lanes) + _high_8(lanes)
+    four = _low_4(eight) + _high_4(eight)
+    two = _low_2(four) + _high_2(four)
+    return only_lane(_low_1(two) + _high_1(two))
+
+
+_ROWS_TEXT = """
+def {name}(weights, x, stride, y, outputs, values):
+{each}    x{r} = x + {r} * stride
+{each}    first{r} = no_floats()
+{each}    second{r} = no_floats()
+    whole = values // 32 * 32
+    for column in range(0, whole, 32):
+        place = weights + {size} * column
+        for line in range(0, {size} * 32, 64):
+            prefetch(place + ahead + line)
+        left = read(place)
+        right = read(place + {size} * 16)
+{each}        first{r} = fused(left, load_floats(x{r} + 4 * column), first{r})
+{each}        second{r} = fused(right, load_floats(x{r} + 4 * column + 64), second{r})
+{each}    total{r} = added_up(first{r}, second{r})
+    for column in range(whole, values):
+        weight = only_lane(read_one(weights + {size} * column))
+{each}        total{r} = fused(weight, load_f32(x{r} + 4 * column), total{r})
+{each}    store(y + 4 * outputs * {r}, np.float32(total{r}))
+"""
+
+
+@cache
+def plain_kernel(kind: TensorType) -> Callable[..., None]:
+    """Return the kernel of a type in `PLAIN`.
+
+    (weights, x, y, rows, values, outputs, first, last)
+
+    weights       address of the tensor (outputs, values), as in the file
+    x             address of float32 (rows, values)
+    y             address of float32 (rows, outputs)
+    first, last   outputs to compute
+    """
+    size = block_layout(kind).size_bytes
+    some_rows, one_row = (_rows_function(kind, rows) for rows in (ROWS_AT_ONCE, 1))
+
+    def plain(
+        weights: int, x: int, y: int, rows: int, values: int, outputs: int, first: int, last: int
+    ) -> None:
+        stride = 4 * values
+        for output in range(first, last):
+            place = weights + output * values * size
+            row = 0
+            while row < rows:
+                here = y + 4 * (row * outputs + output)
+                if rows - row >= ROWS_AT_ONCE:
+                    some_rows(place, x + row * stride, stride, here, outputs, values)
+                    row += ROWS_AT_ONCE
+                else:
+                    one_row(place, x + row * stride, stride, here, outputs, values)
+                    row += 1
+
+    plain.__name__ = plain.__qualname__ = f"plain_{kind.name.lower()}"
+    signature = "void(int64,int64,int64,int64,int64,int64,int64,int64)"
+    return compiled(signature)(plain)
+
+
+def _rows_function(kind: TensorType, rows: int) -> Callable[..., None]:
+    names = {
+        "np": np,
+        "ahead": _AHEAD,
+        "read": _reader(kind, 16),
+        "read_one": _reader(kind, 1),
+        "load_floats": _load_floats,
+        "no_floats": no_floats,
+        "prefetch": prefetch,
+        "fused": fused,
+        "added_up": _added_up,
+        "only_lane": only_lane,
+        "load_f32": load_f32,
+        "store": store,
+    }
+    source = fill_in(_ROWS_TEXT, rows, name="some_rows", size=block_layout(kind).size_bytes)
+    return helper(define(source, "some_rows", names, __name__))
