@@ -17,6 +17,10 @@ __version__ = "0.1.0"
 __all__ = ["Engine", "Options", "Sampling", "Token"]
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
