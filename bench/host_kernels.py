@@ -2,7 +2,6 @@
 
 Usage:
   host_kernels.py [--types=NAMES] [--outputs=N] [--values=N] [--mib=N] [--prompt=N] [--repeats=N]
-                  [--json=FILE]
   host_kernels.py --help
 
 Options:
@@ -12,17 +11,15 @@ Options:
   --mib=N          weights read in one measurement, MiB, more than the caches hold (default 256)
   --prompt=N       rows of activations of the prompt (default 256)
   --repeats=N      measurements, of which the median counts (default 5)
-  --json=FILE      write the numbers there too
 
 For one and two threads: GB/s of packed weights for one row of activations, and the share of the
 plain read of the same memory that it is, measured in turn with it; for the prompt GFLOP/s, two for
 each multiplication and addition. Weights are random bytes with sane scales; speed does not depend
-on values.
+on values. A run over all types also writes bench/results/host_kernels.json.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -39,6 +36,7 @@ from docopt import docopt
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
 from random_blocks import random_blocks
+from results import write_result
 
 from strata_nb.compiling import compiled
 from strata_nb.formats import TensorType, block_layout
@@ -84,8 +82,20 @@ def main() -> None:
         decode = [f"{row[f'decode_{n}']:6.1f} ({row[f'share_{n}']:4.0%})" for n in THREADS]
         prompt = [f"{row[f'prompt_{n}']:9.0f}" for n in THREADS]
         print(f"{kind.name:10}  {'    '.join(decode)}      {'   '.join(prompt)}", flush=True)
-    if arguments["--json"]:
-        Path(arguments["--json"]).write_text(json.dumps(table, indent=1) + "\n")
+    if names is None:
+        write_result(
+            "host_kernels",
+            "decode_N: GB/s of packed weights, share_N: of the plain read of the same memory, "
+            "prompt_N: GFLOP/s, with N threads; medians",
+            " ".join(["python bench/host_kernels.py", *sys.argv[1:]]),
+            {
+                "repeats": bench.repeats,
+                "path": PATH.value,
+                "load": os.getloadavg()[0],
+                "rows": table,
+            },
+            ("numpy", "numba", "llvmlite"),
+        )
 
 
 def kernel_types() -> list[TensorType]:
