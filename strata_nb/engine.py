@@ -265,7 +265,8 @@ class Engine:
 
     description      of the model; `tokenizer` is its own
     chat_template    the text of the file's chat template, None where it has none
-    device, threads  where and with how many threads it computes
+    device, threads  where and with how many threads it computes; without `Options.threads` a single
+                     token takes one
     ctx_size         cells of a session's K/V; `prefill_rows` of a prompt batch
     load_s           seconds that opening took
     warnings         one line each, for the user

@@ -44,7 +44,7 @@ def _check_cache_type(flag: str, value: str | None) -> None:
 class Options:
     """Choose the model, the device and the sizes.
 
-    model           path of a GGUF file (the first shard of a split one)
+    model           path of a GGUF file (of a split one, any shard)
     device          "auto" or "reference"
     ctx_size        cells of the K/V cache; None: the model's context, at most 8,192
     threads         compute threads; None: physical cores within affinity and quota

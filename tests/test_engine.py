@@ -16,7 +16,7 @@ from model_shapes import LOGITS_SHAPES
 from oracle_models import rewrite
 from threadpoolctl import threadpool_info
 
-from strata_nb import Engine, Options, Sampling, models
+from strata_nb import Engine, Options, Sampling, cpu, models
 from strata_nb.engine import Session
 from strata_nb.errors import ConfigError, FileFormatError, StrataError
 
@@ -338,6 +338,12 @@ def test_each_engine_computes_with_its_own_number_of_threads(
         for engine in (one, two, one):
             engine.logits([1])
     assert seen == [1, 2, 1]
+    seen.clear()
+    monkeypatch.setattr(cpu, "physical_cores", lambda: 2)
+    with Engine.open(Options(model)) as default:
+        default.logits([1])
+        default.logits([1, 2])
+    assert seen == [1, 2]
     assert [p["num_threads"] for p in threadpool_info()] == outside
 
 
