@@ -65,6 +65,15 @@ def compiled(signature: str) -> Callable[[Function], Function]:
     return decorate
 
 
+def address_of(function: Function) -> int:
+    """Return the address of what `compiled` made, for C's calling convention; it stays valid."""
+    dispatcher: Any = function
+    (made,) = dispatcher.overloads.values()
+    name = made.fndesc.llvm_cfunc_wrapper_name
+    address: int = made.library.get_pointer_to_function(name)
+    return address
+
+
 def inlined(function: Function) -> Function:
     """Make a function that compiled ones may call; it becomes part of them."""
     made: Function = numba.njit(forceinline=True, **_PART)(_with_unique_name(function))

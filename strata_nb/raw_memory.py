@@ -34,6 +34,7 @@ load_u8 = _reader(ir.IntType(8), types.uint8)
 load_u16 = _reader(ir.IntType(16), types.uint16)
 load_u32 = _reader(ir.IntType(32), types.uint32)
 load_u64 = _reader(ir.IntType(64), types.uint64)
+load_i64 = _reader(ir.IntType(64), types.int64)
 load_f32 = _reader(ir.FloatType(), types.float32)
 
 
@@ -63,3 +64,17 @@ def prefetch(_: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@instruction
+def call_address(_: Any, function: Any, arguments: Any) -> Any:
+    """Call a compiled function of int64 numbers by its address, with a tuple of them."""
+
+    def generate(context: Any, builder: Any, _typed: Any, values: Sequence[Any]) -> Any:
+        number = ir.IntType(64)
+        kind = ir.FunctionType(ir.VoidType(), [number] * arguments.count)
+        words = [builder.extract_value(values[1], place) for place in range(arguments.count)]
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), words)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, arguments), generate

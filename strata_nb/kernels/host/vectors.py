@@ -120,6 +120,7 @@ _operator(operator.rshift, "lshr")  # of bits: zeros move in
 _operator(operator.add, "add", "fadd")
 _operator(operator.sub, "sub", "fsub")
 _operator(operator.mul, "mul", "fmul")
+_operator(operator.truediv, "sdiv", "fdiv")
 
 
 # -- memory --------------------------------------------------------------------------------------
@@ -262,6 +263,7 @@ widen_unsigned = converter("i32", "zext")
 widen_signed = converter("i32", "sext")
 narrow_to_bytes = converter("u8", "trunc")
 floats_of = converter("f32", "sitofp")
+truncated = converter("i32", "fptosi")  # of floats within the range of i32; no others
 
 
 @instruction
@@ -291,6 +293,58 @@ def fused(_: Any, a: Any, b: Any, c: Any) -> Any:
         return call(builder, f"llvm.fma.{lanes}f32", arguments[0].type, *arguments)
 
     return a(a, b, c), generate
+
+
+def rounding(name: str) -> Callable[..., Any]:
+    """Return a function of a vector of floats, or of one float32, by an exact LLVM operation."""
+
+    @instruction
+    def function(_: Any, value: Any) -> Any:
+        def generate(_: Any, builder: Any, _typed: Any, arguments: Sequence[Any]) -> Any:
+            lanes = f"v{value.lanes}" if isinstance(value, Vector) else ""
+            return call(builder, f"llvm.{name}.{lanes}f32", arguments[0].type, *arguments)
+
+        return value(value), generate
+
+    return function
+
+
+nearest = rounding("rint")  # ties to even
+root = rounding("sqrt")
+magnitudes = rounding("fabs")
+
+
+def _choice(predicate: str) -> Callable[..., Any]:
+    """Return a function (a, b, then, otherwise) that chooses lane by lane: a PREDICATE b.
+
+    a and b are two vectors of floats, or of integers (compared as signed ones).
+    """
+
+    @instruction
+    def choose(_: Any, a: Any, b: Any, then: Any, otherwise: Any) -> Any:
+        def generate(_: Any, builder: Any, _typed: Any, arguments: Sequence[Any]) -> Any:
+            left, right, first, second = arguments
+            floats = a.element == "f32"
+            compare = builder.fcmp_ordered if floats else builder.icmp_signed
+            return builder.select(compare(predicate, left, right), first, second)
+
+        return then(a, b, then, otherwise), generate
+
+    return choose
+
+
+where_less = _choice("<")
+where_equal = _choice("==")
+
+
+@instruction
+def all_lanes(_: Any, vector: Any, value: Any) -> Any:
+    """Return a vector of the type of the first whose lanes all hold a number."""
+
+    def generate(_: Any, builder: Any, _typed: Any, arguments: Sequence[Any]) -> Any:
+        return _splat(builder, arguments[1], vector)
+
+    return vector(vector, value), generate
 
 
 @instruction
