@@ -226,6 +226,7 @@ def test_the_vocabulary_of_another_file_is_taken_over(tmp_path: Path) -> None:
         ({"experts": 0, "top_k": 0}, "0 experts"),
         ({"top_k": 9}, "9 of 8 experts"),
         ({"top_k": 0}, "0 of 8 experts"),
+        ({"architecture": "qwen3"}, "qwen3: 8 experts, needs 0"),
         ({"shared_ff": 256}, "shared expert of width 256"),
         ({"heads": 5}, "5 heads, no multiple of 2"),
         ({"architecture": "olmoe", "heads": 4}, "2 key/value heads, needs 4"),

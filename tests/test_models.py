@@ -34,6 +34,9 @@ SHAPES = {
     "qwen2moe": ModelShape(
         "qwen2moe", experts=4, top_k=2, dim=32, ff=24, shared_ff=40, heads=4, head_dim=8, vocab=258
     ),
+    "qwen3": ModelShape(
+        "qwen3", experts=0, top_k=0, dim=32, ff=48, heads=4, kv_heads=2, head_dim=16, vocab=258
+    ),
     "qwen3moe": ModelShape(
         "qwen3moe", experts=4, top_k=2, dim=32, ff=24, heads=4, head_dim=16, vocab=258
     ),
@@ -110,6 +113,14 @@ def test_a_dense_model_is_described_by_its_file(originals: dict[str, Path]) -> N
     assert (model.expert_bytes, model.one_expert_bytes, model.tied_head) == (0, (), False)
 
 
+def test_heads_with_norms_of_their_own_are_counted(originals: dict[str, Path]) -> None:
+    model, plain = describe(originals["qwen3"]), describe(originals["llama"])
+    assert (model.ff_width, model.experts, model.top_k, model.expert_width) == (48, 0, 0, 0)
+    assert (model.rope_dims, model.rope_style, model.rope_base) == (16, "halves", 1e6)
+    assert model.parameters == plain.parameters + 2 * 2 * 16  # 2 layers, queries and keys
+    assert (model.dense_bytes, model.expert_bytes) == (4 * model.parameters, 0)
+
+
 def test_a_mixture_is_described_with_the_bytes_of_its_experts(originals: dict[str, Path]) -> None:
     model = describe(originals["qwen2moe"])
     assert (model.experts, model.top_k) == (4, 2)
@@ -171,6 +182,11 @@ def test_keys_outside_the_architecture_are_none_of_our_business(changed: Change)
         ("qwen2moe", "qwen2moe.expert_weights_norm", True, BOOL, "add up to 1"),
         ("qwen2moe", "qwen2moe.expert_weights_scale", 2.5, F32, "shares"),
         ("qwen2moe", "qwen2moe.leading_dense_block_count", 1, U32, "dense blocks"),
+        ("qwen3", "qwen3.expert_count", 4, U32, "wanted an integer from 0 to 0"),
+        ("qwen3", "qwen3.expert_used_count", 2, U32, "wanted an integer from 0 to 0"),
+        ("qwen3", "qwen3.expert_shared_feed_forward_length", 8, U32, "from 0 to 0"),
+        ("qwen3", "qwen3.pooling_type", 4, U32, "pooled"),  # the rerankers
+        ("qwen3", "qwen3.rope.scaling.type", "yarn", TEXT, "supported are: none, linear"),
         ("qwen3moe", "qwen3moe.expert_weights_norm", False, BOOL, "add up to 1"),
         ("qwen3moe", "qwen3moe.expert_gating_func", 2, U32, "softmax"),
         ("qwen3moe", "qwen3moe.expert_group_count", 2, U32, "groups"),
@@ -198,6 +214,8 @@ def test_a_feature_that_is_not_supported_is_refused_by_its_key(
         ("mixtral", "llama.expert_weights_norm", True, BOOL),
         ("qwen2moe", "qwen2moe.expert_weights_norm", False, BOOL),
         ("qwen2moe", "qwen2moe.expert_weights_scale", 1.0, F32),
+        ("qwen3", "qwen3.expert_count", 0, U32),
+        ("qwen3", "qwen3.expert_used_count", [0, 0], U32),
         ("qwen3moe", "qwen3moe.expert_gating_func", 1, U32),
         ("qwen3moe", "qwen3moe.expert_group_count", 1, U32),
         ("olmoe", "olmoe.expert_feed_forward_length", 24, U32),
@@ -290,17 +308,18 @@ def test_rope_scaling_other_than_linear_is_refused_by_name(kind: str, changed: C
     assert "none, linear" in message
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_linear_rope_scaling_divides_positions_under_both_names(
-    changed: Change, originals: dict[str, Path]
+    family: str, changed: Change, originals: dict[str, Path]
 ) -> None:
-    plain = logits(originals["llama"])
-    factor = {"llama.rope.scaling.factor": (4.0, F32)}
-    linear = logits(changed("llama", factor | {"llama.rope.scaling.type": ("linear", TEXT)}))
+    plain = logits(originals[family])
+    factor = {f"{family}.rope.scaling.factor": (4.0, F32)}
+    linear = logits(changed(family, factor | {f"{family}.rope.scaling.type": ("linear", TEXT)}))
     assert np.abs(linear - plain).max() > 0.01
     np.testing.assert_array_equal(linear[0], plain[0])  # position 0 stays where it is
-    old_name = logits(changed("llama", {"llama.rope.scale_linear": (4.0, F32)}))
+    old_name = logits(changed(family, {f"{family}.rope.scale_linear": (4.0, F32)}))
     np.testing.assert_array_equal(old_name, linear)
-    none = logits(changed("llama", factor | {"llama.rope.scaling.type": ("none", TEXT)}))
+    none = logits(changed(family, factor | {f"{family}.rope.scaling.type": ("none", TEXT)}))
     np.testing.assert_array_equal(none, plain)
 
 
@@ -355,6 +374,8 @@ def test_a_tensor_that_is_not_understood_is_refused_by_name(changed: Change) -> 
         ("llama", "output_norm.weight"),
         ("mixtral", "blk.0.ffn_gate_inp.weight"),
         ("qwen2moe", "blk.0.ffn_gate_inp_shexp.weight"),
+        ("qwen3", "blk.1.attn_k_norm.weight"),
+        ("qwen3", "blk.0.ffn_up.weight"),
         ("qwen3moe", "blk.1.attn_q_norm.weight"),
         ("olmoe", "blk.1.attn_k_norm.weight"),
         ("qwen2moe", "blk.1.attn_k.bias"),  # layer 0 has one
@@ -387,6 +408,8 @@ def test_a_layer_more_than_the_metadata_say_is_refused(changed: Change) -> None:
         ("llama", "blk.1.attn_k.weight", (64, 32), "shape 64 x 32, wanted 32 x 32"),
         ("llama", "output.weight", (257, 32), "wanted 258 x 32"),
         ("mixtral", "blk.0.ffn_up_exps.weight", (3, 24, 32), "wanted 4 x 24 x 32"),
+        ("qwen3", "blk.0.attn_k_norm.weight", (32,), "shape 32, wanted 16"),  # olmoe's
+        ("qwen3", "blk.1.ffn_gate.weight", (32, 48), "shape 32 x 48, wanted 48 x 32"),
         ("qwen3moe", "blk.0.attn_q_norm.weight", (64,), "shape 64, wanted 16"),  # olmoe's
         ("olmoe", "blk.0.attn_q_norm.weight", (8,), "shape 8, wanted 32"),  # qwen3moe's
     ],
@@ -424,15 +447,16 @@ def test_a_type_that_cannot_be_dequantised_is_named_with_its_tensors(changed: Ch
     assert "1 tensor is of a type that is not supported (I8): blk.0.attn_k.weight" in message
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_file_without_a_head_uses_the_embedding(
-    changed: Change, originals: dict[str, Path]
+    family: str, changed: Change, originals: dict[str, Path]
 ) -> None:
-    tied = changed("llama", None, {"output.weight": None})
+    tied = changed(family, None, {"output.weight": None})
     assert describe(tied).tied_head
-    with GGUFFile.open(originals["llama"]) as file:
+    with GGUFFile.open(originals[family]) as file:
         embedding = file.raw("token_embd.weight").view(np.float32).reshape(258, 32).copy()
     wanted = logits(tied)
-    explicit = changed("llama", None, {"output.weight": embedding})
+    explicit = changed(family, None, {"output.weight": embedding})
     assert not describe(explicit).tied_head
     np.testing.assert_array_equal(logits(explicit), wanted)
 
@@ -460,6 +484,8 @@ def test_rotary_factors_are_used_in_llama_and_refused_elsewhere(
         ("llama", "ffn_gate", 48),
         ("llama", "ffn_up", 48),
         ("llama", "ffn_down", 32),
+        ("qwen3", "attn_k", 32),
+        ("qwen3", "ffn_down", 32),
         ("qwen3moe", "attn_q", 64),
         ("olmoe", "attn_v", 32),
     ],

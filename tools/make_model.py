@@ -5,13 +5,13 @@ Usage:
   make_model.py --help
 
 Options:
-  --family=NAME      llama, mixtral, qwen2moe, qwen3moe or olmoe (default qwen3moe)
+  --family=NAME      llama, mixtral, qwen2moe, qwen3, qwen3moe or olmoe (default qwen3moe)
   --preset=NAME      logits: a tiny model whose every layer shows in the logits;
                      bench: a real model's size and spread of experts (default logits)
   --type=TYPE        of the matrices: Q4_K, IQ2_S, F16, ... (default Q4_K_M, a mix of Q4_K and Q6_K)
   --override=RULE    PATTERN=TYPE for tensors whose name fits, such as *attn_v*=Q8_0; the first wins
   --layers=N         sizes; the default is the preset's for the family
-  --experts=N        per layer; 0 for a dense llama
+  --experts=N        per layer; 0 for a dense llama and for qwen3
   --top-k=N          experts that a token uses
   --dim=N            width of a hidden row
   --ff=N             inner width of an expert, or of the dense feed-forward
@@ -21,7 +21,7 @@ Options:
   --head-dim=N       width of a head
   --vocab=N          tokens, at least 258
   --context=N        tokens that the model claims to be trained for
-  --tied-head        the embedding is also the head (llama, mixtral, qwen3moe)
+  --tied-head        the embedding is also the head (llama, mixtral, qwen3, qwen3moe)
   --skew=S           router rows are scaled by exp(S * z); 0 is uniform (default 0.4)
   --vocab-gguf=FILE  take the vocabulary of that file
   --seed=N           (default 0)

@@ -19,6 +19,7 @@ LEAST_VOCAB = 258  # 256 bytes, one merge, and the end
 ARCHITECTURES = {  # architecture: (base of the rotary frequencies, epsilon of the norms)
     "llama": (500000.0, 1e-5),
     "qwen2moe": (1000000.0, 1e-6),
+    "qwen3": (1000000.0, 1e-6),
     "qwen3moe": (1000000.0, 1e-6),
     "olmoe": (10000.0, 1e-5),
 }
@@ -65,7 +66,14 @@ class ModelShape:
         dense = self.experts == 0
         old = self.architecture in ("qwen2moe", "olmoe")
         yield self.vocab < LEAST_VOCAB, f"{self.vocab} tokens, needs {LEAST_VOCAB} or more"
-        yield dense and self.architecture != "llama", "0 experts, needs 1 or more"
+        yield (
+            dense and self.architecture not in ("llama", "qwen3"),
+            "0 experts, needs 1 or more",
+        )
+        yield (
+            self.architecture == "qwen3" and not dense,
+            f"{self.experts} experts, needs 0",
+        )
         yield (
             not 0 <= self.top_k <= self.experts or (self.top_k == 0) != dense,
             f"{self.top_k} of {self.experts} experts cannot be used",
@@ -103,15 +111,17 @@ LOGITS_SHAPES = {
     "llama": ModelShape("llama", experts=0, top_k=0, ff=768),
     "mixtral": ModelShape("llama", top_k=2, ff=512),
     "qwen2moe": ModelShape("qwen2moe", shared_ff=512),
+    "qwen3": ModelShape("qwen3", experts=0, top_k=0, ff=768, heads=8),
     "qwen3moe": ModelShape("qwen3moe", heads=8),
     "olmoe": ModelShape("olmoe", kv_heads=4),
 }
 
-# Llama-3.1-8B, Mixtral-8x7B, Qwen2-57B-A14B, Qwen3-30B-A3B, OLMoE-1B-7B
+# Llama-3.1-8B, Mixtral-8x7B, Qwen2-57B-A14B, Qwen3-8B, Qwen3-30B-A3B, OLMoE-1B-7B
 BENCH_SHAPES = {
     "llama": ModelShape("llama", 32, 0, 0, 4096, 14336, 0, 32, 8, 128, 128256, 131072),
     "mixtral": ModelShape("llama", 32, 8, 2, 4096, 14336, 0, 32, 8, 128, 32000, 32768),
     "qwen2moe": ModelShape("qwen2moe", 28, 64, 8, 3584, 2560, 20480, 28, 4, 128, 151936, 32768),
+    "qwen3": ModelShape("qwen3", 36, 0, 0, 4096, 12288, 0, 32, 8, 128, 151936, 40960),
     "qwen3moe": ModelShape("qwen3moe", 48, 128, 8, 2048, 768, 0, 32, 4, 128, 151936, 262144),
     "olmoe": ModelShape("olmoe", 16, 64, 8, 2048, 1024, 0, 16, 16, 128, 50304, 4096),
 }
@@ -218,7 +228,7 @@ def plan_tensors(
             yield plain(block + "attn_q.bias", spread.bias, shape.q_dim)
             yield plain(block + "attn_k.bias", spread.bias, shape.kv_dim)
             yield plain(block + "attn_v.bias", spread.bias, shape.kv_dim)
-        if architecture == "qwen3moe":  # one norm, used for each head
+        if architecture in ("qwen3", "qwen3moe"):  # one norm, used for each head
             yield norm(block + "attn_q_norm", shape.head_dim)
             yield norm(block + "attn_k_norm", shape.head_dim)
         if architecture == "olmoe":  # a norm over all heads together

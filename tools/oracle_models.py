@@ -2,6 +2,7 @@
 
 `RANDOM_MODELS` holds a maker for each architecture, and one for a llama with all that llama files
 may have besides: biases, rotary factors, linear scaling, heads that do not add up to the width.
+Small models of qwen3 use the embedding as the head, large ones do not: it is there in both forms.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +64,7 @@ def make_llama_with_extras(path: str | os.PathLike[str]) -> None:
 RANDOM_MODELS: dict[str, Callable[[str | os.PathLike[str]], None]] = {
     **{family: partial(make_model, shape=shape) for family, shape in LOGITS_SHAPES.items()},
     "llama_extras": make_llama_with_extras,
+    "qwen3_tied": partial(make_model, shape=replace(LOGITS_SHAPES["qwen3"], tied_head=True)),
 }
 
 

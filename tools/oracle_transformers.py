@@ -135,6 +135,12 @@ def transformers_logits(file: GGUFFile, model: Description, ids: npt.NDArray[np.
             norm_topk_prob=False,
             **shared,
         )
+    elif model.architecture == "qwen3":
+        config = transformers.Qwen3Config(
+            intermediate_size=model.ff_width,
+            attention_bias="blk.0.attn_q.bias" in file.tensors,
+            **shared,
+        )
     elif model.architecture == "qwen3moe":
         config = transformers.Qwen3MoeConfig(
             num_experts=model.experts,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from strata_nb.errors import FileFormatError
 from strata_nb.gguf import GGUFFile
-from strata_nb.models import llama, olmoe, qwen2moe, qwen3moe
+from strata_nb.models import llama, olmoe, qwen2moe, qwen3, qwen3moe
 from strata_nb.models.description import Description
 from strata_nb.models.reference import Forward, ReferenceModel
 from strata_nb.models.state import ReferenceState
@@ -41,6 +41,7 @@ _ARCHITECTURES = {
     "llama": Architecture(llama.describe, llama.expected_tensors, llama.forward),
     "olmoe": Architecture(olmoe.describe, olmoe.expected_tensors, olmoe.forward),
     "qwen2moe": Architecture(qwen2moe.describe, qwen2moe.expected_tensors, qwen2moe.forward),
+    "qwen3": Architecture(qwen3.describe, qwen3.expected_tensors, qwen3.forward),
     "qwen3moe": Architecture(qwen3moe.describe, qwen3moe.expected_tensors, qwen3moe.forward),
 }
 SUPPORTED = tuple(_ARCHITECTURES)

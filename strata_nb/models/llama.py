@@ -51,14 +51,8 @@ def expected_tensors(model: Description) -> Expected:
     expected.attention()
     if model.experts:
         expected.experts()
-        return expected
-    for name, rows, columns in (
-        ("ffn_gate", model.ff_width, model.width),
-        ("ffn_up", model.ff_width, model.width),
-        ("ffn_down", model.width, model.ff_width),
-    ):
-        expected.in_every_layer(f"{name}.weight", rows, columns)
-        expected.in_every_layer_or_none(f"{name}.bias", rows)
+    else:
+        expected.feed_forward()
     return expected
 
 

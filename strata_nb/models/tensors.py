@@ -59,15 +59,18 @@ class Expected:
         """Require a norm, four matrices and the next norm in all layers; allow their biases."""
         model = self.model
         self.in_every_layer("attn_norm.weight", model.width)
-        for name, rows, columns in (
-            ("attn_q", model.heads * model.key_length, model.width),
-            ("attn_k", model.kv_heads * model.key_length, model.width),
-            ("attn_v", model.kv_heads * model.value_length, model.width),
-            ("attn_output", model.width, model.heads * model.value_length),
-        ):
-            self.in_every_layer(f"{name}.weight", rows, columns)
-            self.in_every_layer_or_none(f"{name}.bias", rows)
+        self._linear("attn_q", model.heads * model.key_length, model.width)
+        self._linear("attn_k", model.kv_heads * model.key_length, model.width)
+        self._linear("attn_v", model.kv_heads * model.value_length, model.width)
+        self._linear("attn_output", model.width, model.heads * model.value_length)
         self.in_every_layer("ffn_norm.weight", model.width)
+
+    def feed_forward(self) -> None:
+        """Require the three matrices of a dense feed-forward in all layers; allow their biases."""
+        width, inner = self.model.width, self.model.ff_width
+        self._linear("ffn_gate", inner, width)
+        self._linear("ffn_up", inner, width)
+        self._linear("ffn_down", width, inner)
 
     def experts(self) -> None:
         """Require a router and three stacks of experts in all layers."""
@@ -76,6 +79,11 @@ class Expected:
         self.in_every_layer("ffn_gate_exps.weight", count, inner, width)
         self.in_every_layer("ffn_up_exps.weight", count, inner, width)
         self.in_every_layer("ffn_down_exps.weight", count, width, inner)
+
+    def _linear(self, name: str, rows: int, columns: int) -> None:
+        """Require a matrix in all layers, and allow its bias."""
+        self.in_every_layer(f"{name}.weight", rows, columns)
+        self.in_every_layer_or_none(f"{name}.bias", rows)
 
 
 def check_tensors(file: GGUFFile, expected: Expected) -> None:
