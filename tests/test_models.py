@@ -296,6 +296,13 @@ def test_the_width_of_an_expert_follows_from_the_dense_width(
     assert "expert_feed_forward_length: missing" in refusal(changed("qwen3moe", both))
 
 
+def test_what_converters_of_qwen3_leave_out_follows_from_the_rest(
+    changed: Change, originals: dict[str, Path]
+) -> None:
+    missing = changed("qwen3", {"qwen3.rope.dimension_count": None, "qwen3.vocab_size": None})
+    assert describe(missing) == describe(originals["qwen3"])
+
+
 @pytest.mark.parametrize("kind", ["yarn", "longrope", "mystery"])
 def test_rope_scaling_other_than_linear_is_refused_by_name(kind: str, changed: Change) -> None:
     keys = {
