@@ -141,7 +141,7 @@ class Bench:
                         weights.ctypes.data + copy * packed.size,
                         self.x.ctypes.data,
                         self.y.ctypes.data,
-                        *(rows, self.values // 32, self.outputs, first, last),
+                        *(rows, self.values // 32, self.outputs, first, last, 0),
                         work[thread].ctypes.data,
                     )
 

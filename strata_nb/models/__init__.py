@@ -1,7 +1,8 @@
-"""Architectures: what a file holds (`describe`), and the float32 forward that judges all others.
+"""Architectures: what a file holds (`describe`), the float32 forward that judges all others, and the
+programs that devices run.
 
-To add an architecture: a file with `describe`, `expected_tensors` and `forward`, and a row in
-`_ARCHITECTURES`.
+To add an architecture: a file with `describe`, `expected_tensors`, `forward` and `emit`, and a row
+in `_ARCHITECTURES`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from strata_nb.errors import FileFormatError
 from strata_nb.gguf import GGUFFile
 from strata_nb.models import llama, olmoe, qwen2moe, qwen3, qwen3moe
 from strata_nb.models.description import Description
+from strata_nb.models.emitting import Buffers, Emitter, Places, Programs
 from strata_nb.models.reference import Forward, ReferenceModel
 from strata_nb.models.state import ReferenceState
 from strata_nb.models.tensors import Expected, check_tensors
@@ -25,24 +27,30 @@ __all__ = [
     "ReferenceModel",
     "ReferenceState",
     "describe",
+    "emit_programs",
     "open_reference",
 ]
 
 
 class Architecture(NamedTuple):
-    """Hold what there is to know of an architecture: metadata, tensors, formulas."""
+    """Hold what there is to know of an architecture: metadata, tensors, formulas, programs."""
 
     describe: Callable[[GGUFFile], Description]
     expected_tensors: Callable[[Description], Expected]
     forward: Forward
+    emit: Callable[[Description, Emitter], None]
 
 
 _ARCHITECTURES = {
-    "llama": Architecture(llama.describe, llama.expected_tensors, llama.forward),
-    "olmoe": Architecture(olmoe.describe, olmoe.expected_tensors, olmoe.forward),
-    "qwen2moe": Architecture(qwen2moe.describe, qwen2moe.expected_tensors, qwen2moe.forward),
-    "qwen3": Architecture(qwen3.describe, qwen3.expected_tensors, qwen3.forward),
-    "qwen3moe": Architecture(qwen3moe.describe, qwen3moe.expected_tensors, qwen3moe.forward),
+    "llama": Architecture(llama.describe, llama.expected_tensors, llama.forward, llama.emit),
+    "olmoe": Architecture(olmoe.describe, olmoe.expected_tensors, olmoe.forward, olmoe.emit),
+    "qwen2moe": Architecture(
+        qwen2moe.describe, qwen2moe.expected_tensors, qwen2moe.forward, qwen2moe.emit
+    ),
+    "qwen3": Architecture(qwen3.describe, qwen3.expected_tensors, qwen3.forward, qwen3.emit),
+    "qwen3moe": Architecture(
+        qwen3moe.describe, qwen3moe.expected_tensors, qwen3moe.forward, qwen3moe.emit
+    ),
 }
 SUPPORTED = tuple(_ARCHITECTURES)
 
@@ -82,3 +90,28 @@ def open_reference(
     """
     weights = Weights.open(file, budget_bytes=budget_bytes, progress=progress)
     return ReferenceModel(description, weights, _ARCHITECTURES[description.architecture].forward)
+
+
+def emit_programs(
+    description: Description,
+    places: Places,
+    buffers: Buffers,
+    *,
+    max_rows: int,
+    head_rows: int,
+    packed_row_bytes: Callable[[int], int],
+) -> Programs:
+    """Return what a step of a model runs; see `Emitter` for the arguments.
+
+    max_rows, head_rows   the most rows of a step, and of one run of its head
+    """
+    emitter = Emitter(
+        description,
+        places,
+        buffers,
+        max_rows=max_rows,
+        head_rows=head_rows,
+        packed_row_bytes=packed_row_bytes,
+    )
+    _ARCHITECTURES[description.architecture].emit(description, emitter)
+    return emitter.finish()

@@ -20,6 +20,7 @@ from strata_nb.kernels.reference import (
     router_top_k,
 )
 from strata_nb.models.description import Description
+from strata_nb.models.emitting import Emitter
 from strata_nb.models.keys import Keys
 from strata_nb.models.state import ReferenceState
 from strata_nb.models.tensors import Expected
@@ -81,3 +82,11 @@ def forward(
         x = x + expert_mixture(h, chosen, shares, w.experts_of(layer))
     x = rms_norm(x[wanted], w.vector("output_norm.weight"), model.eps)
     return w.linear(x, "token_embd" if model.tied_head else "output")
+
+
+def emit(model: Description, emitter: Emitter) -> None:
+    """Write the program of `forward`."""
+    emitter.embed()
+    for layer in range(model.layers):
+        emitter.attention(layer, norms="rows")
+        emitter.experts(layer, renormalise=False)

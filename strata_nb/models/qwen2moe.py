@@ -22,6 +22,7 @@ from strata_nb.kernels.reference import (
     silu_gate,
 )
 from strata_nb.models.description import Description
+from strata_nb.models.emitting import Emitter
 from strata_nb.models.keys import Keys
 from strata_nb.models.state import ReferenceState
 from strata_nb.models.tensors import Expected
@@ -89,3 +90,11 @@ def forward(
         x = x + routed + sigmoid(w.linear(h, f"{blk}.ffn_gate_inp_shexp")) * shared
     x = rms_norm(x[wanted], w.vector("output_norm.weight"), model.eps)
     return w.linear(x, "token_embd" if model.tied_head else "output")
+
+
+def emit(model: Description, emitter: Emitter) -> None:
+    """Write the program of `forward`."""
+    emitter.embed()
+    for layer in range(model.layers):
+        emitter.attention(layer)
+        emitter.experts(layer, renormalise=False, shared=True)

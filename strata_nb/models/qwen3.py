@@ -19,6 +19,7 @@ from strata_nb.kernels.reference import (
     silu_gate,
 )
 from strata_nb.models.description import Description
+from strata_nb.models.emitting import Emitter
 from strata_nb.models.keys import Keys
 from strata_nb.models.state import ReferenceState
 from strata_nb.models.tensors import Expected
@@ -81,3 +82,11 @@ def forward(
         x = x + w.linear(inner, f"{blk}.ffn_down")
     x = rms_norm(x[wanted], w.vector("output_norm.weight"), model.eps)
     return w.linear(x, "token_embd" if model.tied_head else "output")
+
+
+def emit(model: Description, emitter: Emitter) -> None:
+    """Write the program of `forward`."""
+    emitter.embed()
+    for layer in range(model.layers):
+        emitter.attention(layer, norms="heads")
+        emitter.feed_forward(layer)

@@ -57,12 +57,14 @@ def multiply(
     last: int | None = None,
     *,
     as_prompt: bool | None = None,
+    adds: bool = False,
 ) -> None:
     """Fill columns first .. last - 1 of y (rows, outputs) with x @ weights.T.
 
     weights     a tensor (outputs, values): packed, or as in the file for F32, F16 and BF16
     x           quantised rows for packed weights, float32 (rows, values) for the others
     as_prompt   which of the two kernels; None lets the number of rows decide. The bits are the same
+    adds        add to what is in y
 
     ValueError for a type without a kernel or shapes that do not fit.
     """
@@ -87,7 +89,7 @@ def multiply(
         raise ValueError(f"outputs {first} to {last} are not within {outputs}")
     places = (weights.ctypes.data, data.ctypes.data, y.ctypes.data)
     if not needs_quantised:
-        plain.plain_kernel(kind)(*places, rows, values, outputs, first, last)
+        plain.plain_kernel(kind)(*places, rows, values, outputs, first, last, adds, 0)
         return
     if first % GROUP_ROWS or (last % GROUP_ROWS and last != outputs):
         raise ValueError(f"outputs {first} to {last} are not whole groups of {GROUP_ROWS}")
@@ -95,4 +97,4 @@ def multiply(
         as_prompt = rows >= PROMPT_ROWS
     kernel = prompt.prompt_kernel(kind) if as_prompt else window.window_kernel(kind)
     work = np.empty(prompt.work_bytes(kind, values), np.uint8)
-    kernel(*places, rows, values // SUB_BLOCK, outputs, first, last, work.ctypes.data)
+    kernel(*places, rows, values // SUB_BLOCK, outputs, first, last, adds, work.ctypes.data)

@@ -20,6 +20,7 @@ from strata_nb.compiling import compiled, helper, inlined
 from strata_nb.formats import TensorType, block_layout
 from strata_nb.kernels.host.generated import define, fill_in
 from strata_nb.kernels.host.instructions import floats_of_halves
+from strata_nb.kernels.host.steps import SIGNATURE
 from strata_nb.kernels.host.vectors import (
     Vector,
     fused,
@@ -71,7 +72,7 @@ def _added_up(first: Any, second: Any) -> Any:
 
 
 _ROWS_TEXT = """
-def {name}(weights, x, stride, y, outputs, values):
+def {name}(weights, x, stride, y, outputs, values, adds):
 {each}    x{r} = x + {r} * stride
 {each}    first{r} = no_floats()
 {each}    second{r} = no_floats()
@@ -88,6 +89,8 @@ def {name}(weights, x, stride, y, outputs, values):
     for column in range(whole, values):
         weight = only_lane(read_one(weights + {size} * column))
 {each}        total{r} = fused(weight, load_f32(x{r} + 4 * column), total{r})
+{each}    if adds:
+{each}        total{r} = load_f32(y + 4 * outputs * {r}) + total{r}
 {each}    store(y + 4 * outputs * {r}, np.float32(total{r}))
 """
 
@@ -96,18 +99,29 @@ def {name}(weights, x, stride, y, outputs, values):
 def plain_kernel(kind: TensorType) -> Callable[..., None]:
     """Return the kernel of a type in `PLAIN`.
 
-    (weights, x, y, rows, values, outputs, first, last)
+    (weights, x, y, rows, values, outputs, first, last, adds, work)
 
     weights       address of the tensor (outputs, values), as in the file
     x             address of float32 (rows, values)
     y             address of float32 (rows, outputs)
     first, last   outputs to compute
+    adds          1: results are added to what is in y, 0: they replace it
+    work          not used
     """
     size = block_layout(kind).size_bytes
     some_rows, one_row = (_rows_function(kind, rows) for rows in (ROWS_AT_ONCE, 1))
 
     def plain(
-        weights: int, x: int, y: int, rows: int, values: int, outputs: int, first: int, last: int
+        weights: int,
+        x: int,
+        y: int,
+        rows: int,
+        values: int,
+        outputs: int,
+        first: int,
+        last: int,
+        adds: int,
+        _: int,
     ) -> None:
         stride = 4 * values
         for output in range(first, last):
@@ -116,15 +130,14 @@ def plain_kernel(kind: TensorType) -> Callable[..., None]:
             while row < rows:
                 here = y + 4 * (row * outputs + output)
                 if rows - row >= ROWS_AT_ONCE:
-                    some_rows(place, x + row * stride, stride, here, outputs, values)
+                    some_rows(place, x + row * stride, stride, here, outputs, values, adds)
                     row += ROWS_AT_ONCE
                 else:
-                    one_row(place, x + row * stride, stride, here, outputs, values)
+                    one_row(place, x + row * stride, stride, here, outputs, values, adds)
                     row += 1
 
     plain.__name__ = plain.__qualname__ = f"plain_{kind.name.lower()}"
-    signature = "void(int64,int64,int64,int64,int64,int64,int64,int64)"
-    return compiled(signature)(plain)
+    return compiled(SIGNATURE)(plain)
 
 
 def _rows_function(kind: TensorType, rows: int) -> Callable[..., None]:

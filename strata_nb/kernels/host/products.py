@@ -22,6 +22,8 @@ from strata_nb.kernels.host.vectors import (
     Vector,
     floats_of,
     fused,
+    load_floats,
+    loader,
     no_floats,
     no_integers,
     repeat_one_float,
@@ -33,6 +35,9 @@ from strata_nb.kernels.host.vectors import (
 from strata_nb.kernels.host.weights import Arithmetic
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 from strata_nb.raw_memory import store
+
+
+FLOATS_LANES = FLOATS.lanes
 
 
 def _lone(element: str, vector: Vector) -> Callable[..., Any]:
@@ -120,13 +125,59 @@ def store_first(_: Any, address: Any, values: Any, count: Any) -> Any:
     return types.void(types.int64, values, types.int64), generate
 
 
+@instruction
+def load_first(_: Any, vector: Any, address: Any, count: Any) -> Any:
+    """Return a vector of the type of the first: `count` floats (at least 1) of an address, then
+    zeros."""
+
+    def generate(_: Any, builder: Any, _typed: Any, arguments: Sequence[Any]) -> Any:
+        _, place, number = arguments
+        result = ir.Constant(vector.llvm, [0.0] * vector.lanes)
+        zero = ir.Constant(ir.FloatType(), 0.0)
+        for lane in range(vector.lanes):
+            inside = builder.icmp_signed(">", number, ir.Constant(number.type, lane))
+            there = builder.add(place, ir.Constant(place.type, 4 * lane))
+            here = builder.select(inside, there, place)
+            value = builder.load(builder.inttoptr(here, ir.FloatType().as_pointer()))
+            value.align = 1
+            chosen = builder.select(inside, value, zero)
+            result = builder.insert_element(result, chosen, ir.Constant(ir.IntType(32), lane))
+        return result
+
+    return vector(vector, types.int64, types.int64), generate
+
+
 @inlined
-def finish(place: int, total: Any, members: int) -> None:
-    """Store the results of the rows of a group, members of them."""
+def load_some(place: int, count: int) -> Any:
+    """Return 16 floats; where fewer are left, `count` and then zeros."""
+    if count >= FLOATS_LANES:
+        return load_floats(place)
+    return load_first(no_floats(), place, count)
+
+
+@inlined
+def store_some(place: int, values: Any, count: int) -> None:
+    """Store 16 floats, or the first `count` where that is fewer."""
+    if count >= FLOATS_LANES:
+        store(place, values)
+    else:
+        store_first(place, values, count)
+
+
+_load_8_floats = loader(Vector("f32", GROUP_ROWS))
+
+
+@inlined
+def finish(place: int, total: Any, members: int, adds: int) -> None:
+    """Store the results of the rows of a group, members of them, or add them to what is there."""
     result = _even_lanes(total) + _odd_lanes(total)
     if members == GROUP_ROWS:
+        if adds:
+            result = _load_8_floats(place) + result
         store(place, result)
     else:
+        if adds:
+            result = load_first(result, place, members) + result
         store_first(place, result, members)
 
 

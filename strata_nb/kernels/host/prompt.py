@@ -26,6 +26,7 @@ from strata_nb.kernels.host.products import (
     high_halves,
     high_pairs,
     in_each_four,
+    load_first,
     low_halves,
     low_pairs,
     store_first,
@@ -148,7 +149,7 @@ def _expander(kind: TensorType) -> Callable[..., None]:
 # -- a panel times some rows of activations --------------------------------------------------------
 
 _ROWS_TEXT = """
-def {name}(panel, x, stride, y, outputs, members, sub_blocks):
+def {name}(panel, x, stride, y, outputs, members, sub_blocks, adds):
     scales = panel + {sub_block_bytes} * sub_blocks
 {each}    x{r} = x + {r} * stride
 {each}    total{r} = no_floats()
@@ -163,17 +164,21 @@ def {name}(panel, x, stride, y, outputs, members, sub_blocks):
         minimum = load_floats(scales + {scale_bytes} * unit + 64)
 {each}        total{r} = add(total{r}, sum{r}, scale, minimum, x{r}, sub_blocks, unit)
 {each}        total{r}, other{r} = other{r}, total{r}
-{each}    finish(y + 4 * outputs * {r}, total{r} + other{r}, members)
+{each}    finish(y + 4 * outputs * {r}, total{r} + other{r}, members, adds)
 """
 
 
 @inlined
-def _finish(place: int, total: Any, members: int) -> None:
-    """Store the results of the rows of a panel, members of them."""
+def _finish(place: int, total: Any, members: int, adds: int) -> None:
+    """Store the results of the rows of a panel, members of them, or add them to what is there."""
     result = _in_order_of_rows(total)
     if members == PANEL_ROWS:
+        if adds:
+            result = load_floats(place) + result
         store(place, result)
     else:
+        if adds:
+            result = load_first(result, place, members) + result
         store_first(place, result, members)
 
 
@@ -246,6 +251,7 @@ def prompt_kernel(kind: TensorType) -> Callable[..., None]:
         outputs: int,
         first: int,
         last: int,
+        adds: int,
         work: int,
     ) -> None:
         stride = 48 * sub_blocks
@@ -275,10 +281,10 @@ def prompt_kernel(kind: TensorType) -> Callable[..., None]:
                 x = activations + row * stride
                 place = y + 4 * (row * outputs + start)
                 if rows - row >= ROWS_AT_ONCE:
-                    some_rows(panel, x, stride, place, outputs, members, sub_blocks)
+                    some_rows(panel, x, stride, place, outputs, members, sub_blocks, adds)
                     row += ROWS_AT_ONCE
                 else:
-                    one_row(panel, x, stride, place, outputs, members, sub_blocks)
+                    one_row(panel, x, stride, place, outputs, members, sub_blocks, adds)
                     row += 1
 
     prompt.__name__ = prompt.__qualname__ = f"prompt_{kind.name.lower()}"

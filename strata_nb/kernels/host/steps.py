@@ -20,8 +20,8 @@ from strata_nb.kernels.host.weights import HostWeights
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK, fields
 from strata_nb.raw_memory import load_u8, prefetch, store
 
-# (weights, activations, y, rows, sub_blocks, outputs, first, last, work)
-SIGNATURE = "void(int64,int64,int64,int64,int64,int64,int64,int64,int64)"
+# (weights, activations, y, rows, size, outputs, first, last, adds, work) of every matrix kernel
+SIGNATURE = "void(int64,int64,int64,int64,int64,int64,int64,int64,int64,int64)"
 
 _no_bytes = constant(BYTES, [0] * 64)
 

@@ -21,7 +21,7 @@ from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 ROWS_AT_ONCE = 4
 
 _ROWS_TEXT = """
-def {name}(group, x, stride, y, outputs, members, sub_blocks):
+def {name}(group, x, stride, y, outputs, members, sub_blocks, adds):
 {each}    x{r} = x + {r} * stride
 {each}    total{r} = no_floats()
     for step in range(sub_blocks // {sub_blocks_a_step}):
@@ -33,7 +33,7 @@ def {name}(group, x, stride, y, outputs, members, sub_blocks):
         quants = last_quants(group, sub_blocks, step)
         scale, minimum = last_scales(group, sub_blocks, step)
 {each}        total{r} = accumulate_last(total{r}, quants, scale, minimum, x{r}, sub_blocks, step)
-{each}    finish(y + 4 * outputs * {r}, total{r}, members)
+{each}    finish(y + 4 * outputs * {r}, total{r}, members, adds)
 """
 
 
@@ -41,12 +41,13 @@ def {name}(group, x, stride, y, outputs, members, sub_blocks):
 def window_kernel(kind: TensorType) -> Callable[..., None]:
     """Return the kernel of a packed type, for few rows of activations.
 
-    (weights, activations, y, rows, sub_blocks, outputs, first, last, work)
+    (weights, activations, y, rows, sub_blocks, outputs, first, last, adds, work)
 
     weights       address of the packed tensor (outputs, 32 * sub_blocks)
     activations   address of `rows` quantised rows (`activations.py`)
     y             address of float32 (rows, outputs)
     first, last   outputs to compute; first is a multiple of 8, and last too or it is `outputs`
+    adds          1: results are added to what is in y, 0: they replace it
     work          address of a thread's `prompt.work_bytes`
     """
     layout = block_layout(kind)
@@ -63,6 +64,7 @@ def window_kernel(kind: TensorType) -> Callable[..., None]:
         outputs: int,
         first: int,
         last: int,
+        adds: int,
         work: int,
     ) -> None:
         stride = 48 * sub_blocks
@@ -77,10 +79,10 @@ def window_kernel(kind: TensorType) -> Callable[..., None]:
                 x = activations + row * stride
                 place = y + 4 * (row * outputs + start)
                 if rows - row >= ROWS_AT_ONCE:
-                    some_rows(group, x, stride, place, outputs, members, sub_blocks)
+                    some_rows(group, x, stride, place, outputs, members, sub_blocks, adds)
                     row += ROWS_AT_ONCE
                 else:
-                    one_row(group, x, stride, place, outputs, members, sub_blocks)
+                    one_row(group, x, stride, place, outputs, members, sub_blocks, adds)
                     row += 1
 
     window.__name__ = window.__qualname__ = f"window_{kind.name.lower()}"

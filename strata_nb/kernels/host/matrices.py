@@ -1,0 +1,63 @@
+"""Choose the functions that multiply by weights of a type, and call them by address.
+
+A kernel of the table multiplies by weights of any type through two addresses, of the function for
+few rows and of that for many, so that it is compiled once and not once for each type.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from strata_nb.compiling import address_of, inlined
+from strata_nb.formats import TensorType
+from strata_nb.kernels.host import activations, plain, prompt, window
+from strata_nb.packing import SUB_BLOCK
+from strata_nb.raw_memory import call_address
+
+MANY_ROWS = 8  # as many rows pay for unpacking the weights into a work space
+OUTPUTS_AT_ONCE = prompt.PANEL_ROWS  # a thread's outputs begin at a multiple of it
+
+
+class MatrixFunctions(NamedTuple):
+    """Say how weights of a type are multiplied.
+
+    few, many   addresses of the functions (`steps.SIGNATURE`) for fewer than MANY_ROWS rows and for
+                others; the bits are the same
+    unit        values that make up one of the `size` that the functions take
+    """
+
+    few: int
+    many: int
+    unit: int
+
+
+@cache
+def matrix_functions(kind: TensorType) -> MatrixFunctions:
+    """Return the functions of a type; ValueError for one without a kernel."""
+    if kind in plain.PLAIN:
+        address = address_of(plain.plain_kernel(kind))
+        return MatrixFunctions(address, address, 1)
+    few, many = window.window_kernel(kind), prompt.prompt_kernel(kind)
+    return MatrixFunctions(address_of(few), address_of(many), SUB_BLOCK)
+
+
+def takes_packed(kind: TensorType) -> bool:
+    """Return whether products with a type take quantised rows, and not float32 ones."""
+    return kind not in plain.PLAIN
+
+
+def input_row_bytes(kind: TensorType, values: int) -> int:
+    """Return the bytes of a row of what products with a type take."""
+    return activations.row_bytes(values) if takes_packed(kind) else 4 * values
+
+
+def work_bytes(kind: TensorType, values: int) -> int:
+    """Return the bytes of work space that a thread needs."""
+    return prompt.work_bytes(kind, values) if takes_packed(kind) else 0
+
+
+@inlined
+def multiply(few: int, many: int, rows: int, arguments: Any) -> None:
+    """Call the function for so many rows, with the arguments of `steps.SIGNATURE`."""
+    call_address(many if rows >= MANY_ROWS else few, arguments)

@@ -1,0 +1,330 @@
+"""Run programs in compiled threads that meet at barriers, without Python between the launches.
+
+The caller is thread 0; the others are started once and wait for the next run. All go through the
+launches together, each doing its share of every one:
+
+    caller   announce | launch 0 | barrier | launch 1 | ... | barrier | return
+    worker   wait     | launch 0 | barrier | launch 1 | ... | barrier | wait ...
+
+Who waits spins for a moment, then gives its processor away again and again; a worker that was not
+needed for a few milliseconds sleeps on a semaphore. Nothing holds the GIL. Python's signal handlers
+run when `run` returns, so a caller that wants to be interrupted in long work runs it in parts.
+
+Measured on two cores: 0.3 us a launch with its barrier, where calling each from Python took 43.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+
+from strata_nb.compiling import address_of, compiled, inlined, instruction
+from strata_nb.errors import StrataError
+from strata_nb.kernels.host.operations import HostKernel
+from strata_nb.raw_memory import call_address, load_i64
+
+# Words of the state, each at the beginning of a cache line of its own.
+_LINE = 8  # words
+_GENERATION, _ARRIVED, _PHASE, _LAUNCHES, _FIRST, _LAST, _WORKERS = range(0, 7 * _LINE, _LINE)
+_WORKER_LINES = 2  # of each worker: whether it sleeps; its semaphore
+_SEMAPHORE_BYTES = 64  # sem_t has 32 on Linux
+
+_SPINS = 2_000  # pauses, about 0.1 ms, before a thread that waits gives its processor away
+_YIELDS = 4_000  # times that it does so before a worker sleeps: some milliseconds
+_STOP = -1  # as the last launch: the workers end
+
+_LAUNCH_WORDS = 3  # function, arguments, whether it waits
+
+
+# -- what the machine offers -----------------------------------------------------------------------
+
+
+def _atomic(generate: Callable[[Any, Any, Any], Any], arguments: int) -> Callable[..., Any]:
+    """Return a function (address, numbers ...) -> int64 by what `generate` emits."""
+
+    def emit(_: Any, builder: Any, _typed: Any, values: Sequence[Any]) -> Any:
+        pointer = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        return generate(builder, pointer, values[1:])
+
+    if arguments == 1:
+
+        @instruction
+        def of_address(_: Any, address: Any) -> Any:
+            return types.int64(types.int64), emit
+
+        return of_address
+
+    @instruction
+    def with_number(_: Any, address: Any, number: Any) -> Any:
+        return types.int64(types.int64, types.int64), emit
+
+    return with_number
+
+
+def _store(builder: Any, pointer: Any, numbers: Any) -> Any:
+    builder.store_atomic(numbers[0], pointer, "seq_cst", 8)
+    return numbers[0]
+
+
+_load = _atomic(lambda builder, pointer, _: builder.load_atomic(pointer, "seq_cst", 8), 1)
+_put = _atomic(_store, 2)
+_add = _atomic(lambda builder, pointer, n: builder.atomic_rmw("add", pointer, n[0], "seq_cst"), 2)
+_swap = _atomic(lambda builder, pointer, n: builder.atomic_rmw("xchg", pointer, n[0], "seq_cst"), 2)
+
+
+def _system(name: str, *arguments: ir.Type) -> Callable[..., Any]:
+    """Return a function of the C library that takes an address, or nothing, and returns int."""
+
+    def emit(_: Any, builder: Any, _typed: Any, values: Sequence[Any]) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), arguments)
+        module = builder.module
+        found = module.globals.get(name) or ir.Function(module, kind, name)
+        pointers = [builder.inttoptr(value, kind.args[0]) for value in values]
+        return builder.sext(builder.call(found, pointers), ir.IntType(64))
+
+    if arguments:
+
+        @instruction
+        def of_address(_: Any, address: Any) -> Any:
+            return types.int64(types.int64), emit
+
+        return of_address
+
+    @instruction
+    def plain(_: Any) -> Any:
+        return types.int64(), emit
+
+    return plain
+
+
+_POINTER = ir.IntType(8).as_pointer()
+_yield_processor = _system("sched_yield")
+_semaphore_wait = _system("sem_wait", _POINTER)
+_semaphore_post = _system("sem_post", _POINTER)
+
+
+@instruction
+def _semaphore_init(_: Any, address: Any) -> Any:
+    """Make a semaphore of value 0 for the threads of this process."""
+
+    def emit(_: Any, builder: Any, _typed: Any, values: Sequence[Any]) -> Any:
+        number = ir.IntType(32)
+        kind = ir.FunctionType(number, [_POINTER, number, number])
+        name = "sem_init"
+        found = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        zero = ir.Constant(number, 0)
+        made = builder.call(found, [builder.inttoptr(values[0], _POINTER), zero, zero])
+        return builder.sext(made, ir.IntType(64))
+
+    return types.int64(types.int64), emit
+
+
+@instruction
+def _pause(_: Any) -> Any:
+    """Let the other thread of this core work for a moment, where the machine has a word for it."""
+
+    def emit(context: Any, builder: Any, _typed: Any, _values: Any) -> Any:
+        if ir_is_x86():
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=kind), [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+def ir_is_x86() -> bool:
+    """Return whether compiled code is for an x86 processor."""
+    return os.uname().machine in ("x86_64", "i686")
+
+
+# -- the compiled threads --------------------------------------------------------------------------
+
+
+@inlined
+def _wait_for_change(place: int, known: int) -> None:
+    """Wait until a word is not what it was."""
+    spins = 0
+    while _load(place) == known:
+        if spins < _SPINS:
+            spins += 1
+            _pause()
+        else:
+            _yield_processor()
+
+
+@inlined
+def _barrier(state: int, threads: int) -> None:
+    """Wait until all threads are here; what they wrote is visible to all."""
+    phase = _load(state + 8 * _PHASE)
+    if _add(state + 8 * _ARRIVED, 1) == threads - 1:
+        _put(state + 8 * _ARRIVED, 0)
+        _put(state + 8 * _PHASE, phase + 1)
+    else:
+        _wait_for_change(state + 8 * _PHASE, phase)
+
+
+@inlined
+def _go_through(state: int, thread: int, threads: int) -> None:
+    """Do this thread's share of the launches that the state names, up to the last barrier."""
+    launches = load_i64(state + 8 * _LAUNCHES)
+    first, last = load_i64(state + 8 * _FIRST), load_i64(state + 8 * _LAST)
+    for number in range(first, last):
+        place = launches + 8 * _LAUNCH_WORDS * number
+        if threads > 1 and number > first and load_i64(place + 16):
+            _barrier(state, threads)
+        call_address(load_i64(place), (load_i64(place + 8), thread, threads))
+    if threads > 1:
+        _barrier(state, threads)
+
+
+@compiled("void(int64,int64,int64)")
+def _work(state: int, thread: int, threads: int) -> None:
+    """Be a worker: take part in every run until one says stop."""
+    own = state + 8 * (_WORKERS + (thread - 1) * _WORKER_LINES * _LINE)
+    sleeps, semaphore = own, own + 8 * _LINE
+    known = 0
+    while True:
+        waits = 0
+        while _load(state + 8 * _GENERATION) == known:
+            waits += 1
+            if waits < _SPINS:
+                _pause()
+            elif waits < _SPINS + _YIELDS:
+                _yield_processor()
+            else:
+                _put(sleeps, 1)
+                # Who announces looks at `sleeps` after it changed the generation, so one of the
+                # two sees the other; who takes the 1 back decides whether there is a post to take.
+                changed = _load(state + 8 * _GENERATION) != known
+                if not changed or _swap(sleeps, 0) == 0:
+                    while _semaphore_wait(semaphore) != 0:
+                        pass
+                waits = 0
+        known += 1
+        if load_i64(state + 8 * _LAST) == _STOP:
+            return
+        _go_through(state, thread, threads)
+
+
+@inlined
+def _announce(state: int, threads: int) -> None:
+    _add(state + 8 * _GENERATION, 1)
+    for worker in range(threads - 1):
+        own = state + 8 * (_WORKERS + worker * _WORKER_LINES * _LINE)
+        if _load(own) and _swap(own, 0):
+            _semaphore_post(own + 8 * _LINE)
+
+
+@compiled("void(int64,int64)")
+def _lead(state: int, threads: int) -> None:
+    """Be thread 0 of a run whose words are set, from the announcement to the last barrier."""
+    if threads > 1:
+        _announce(state, threads)
+    _go_through(state, 0, threads)
+
+
+@compiled("void(int64,int64)")
+def _stop(state: int, threads: int) -> None:
+    _announce(state, threads)
+
+
+@compiled("void(int64,int64)")
+def _make_semaphores(state: int, threads: int) -> None:
+    for worker in range(threads - 1):
+        _semaphore_init(state + 8 * (_WORKERS + (worker * _WORKER_LINES + 1) * _LINE))
+
+
+# -- Python's side ---------------------------------------------------------------------------------
+
+
+class PreparedProgram:
+    """Hold launches in the form that the threads read: functions and packed arguments."""
+
+    def __init__(self, launches: Sequence[tuple[HostKernel, Sequence[int], bool]]) -> None:
+        self._words = [
+            np.array([*arguments, *kernel.extra], np.int64) for kernel, arguments, _ in launches
+        ]
+        self._table = np.array(
+            [
+                (address_of(kernel.function), words.ctypes.data, waits)
+                for (kernel, _, waits), words in zip(launches, self._words, strict=True)
+            ],
+            np.int64,
+        ).reshape(-1, _LAUNCH_WORDS)
+
+    @property
+    def address(self) -> int:
+        return int(self._table.ctypes.data)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
+class Threads:
+    """Own the threads that run programs; `threads` counts the caller.
+
+    One run at a time, from any thread of the process that made them. In a forked child, where the
+    workers are gone, `run` raises StrataError.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        size = _WORKERS + (threads - 1) * _WORKER_LINES * _LINE + _SEMAPHORE_BYTES
+        self._memory = np.zeros(size + _LINE, np.int64)
+        skipped = -self._memory.ctypes.data % 64
+        self._state = self._memory[skipped // 8 :]
+        self._address = int(self._state.ctypes.data)
+        _make_semaphores(self._address, threads)
+        self._workers = [
+            threading.Thread(
+                target=_work,
+                args=(self._address, number, threads),
+                name=f"strata-compute-{number}",
+                daemon=True,
+            )
+            for number in range(1, threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+        self._finalizer = weakref.finalize(self, _end, self._memory, self._workers, self._process)
+
+    def run(self, program: PreparedProgram, first: int = 0, last: int | None = None) -> None:
+        """Run launches first .. last - 1 of a program (None: to its end) and wait for them."""
+        if os.getpid() != self._process:
+            raise StrataError(
+                f"the compute threads belong to process {self._process}, this is its fork",
+                hint="start the child with the spawn method",
+            )
+        last = len(program) if last is None else last
+        if first >= last:
+            return
+        with self._lock:
+            if not self._finalizer.alive:
+                raise StrataError("the compute threads have ended", hint="open the engine again")
+            self._state[[_LAUNCHES, _FIRST, _LAST]] = program.address, first, last
+            _lead(self._address, self.threads)
+
+    def close(self) -> None:
+        """End the threads; may be called twice."""
+        with self._lock:
+            self._finalizer()
+
+
+def _end(memory: np.ndarray[Any, Any], workers: Sequence[threading.Thread], process: int) -> None:
+    """End the workers; in a fork they are gone already."""
+    if os.getpid() != process or not workers:
+        return
+    state = memory[-memory.ctypes.data % 64 // 8 :]
+    state[_LAST] = _STOP
+    _stop(int(state.ctypes.data), len(workers) + 1)
+    for worker in workers:
+        worker.join()
