@@ -233,7 +233,7 @@ def test_hits_misses_and_uses_are_counted(world: World) -> None:
     arena.fill([(0, 1), (1, 1)])
     arena.count_use(0, np.array([[0, 1], [1, 3], [1, 1]]))
     arena.count_use(2, np.array([[1]]))
-    assert (arena.hits, arena.misses) == (4, 3)
+    assert arena.tally.tolist() == [4, 3]
     assert np.array_equal(arena.use, [[1, 4, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
 
 

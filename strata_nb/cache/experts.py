@@ -54,7 +54,7 @@ class ExpertArena:
     expert_address, expert_tier   int64 and uint8 (layers, experts): where each expert is. The
               arrays stay the same objects
     use       int64 (layers, experts): how often each was chosen
-    hits, misses   choices that found a slot, and that did not
+    tally     int64 (2,): choices that found a slot (hits), and that did not (misses)
 
     A slot is free, or holds one expert, or is *draining*: its expert left, and work that began
     before may still read it. The caller says when that has ended (`reclaim`); before, nothing is
@@ -76,7 +76,7 @@ class ExpertArena:
         self.expert_address = host.address + host.offsets
         self.expert_tier = np.full(host.offsets.shape, Tier.IN_PLACE, np.uint8)
         self.use = np.zeros(host.offsets.shape, np.int64)
-        self.hits = self.misses = 0
+        self.tally = np.zeros(2, np.int64)
         self.usable_slots = 0
         self._host = host
         self._in_place = self.expert_address.copy()
@@ -125,6 +125,11 @@ class ExpertArena:
         """How many experts have a slot."""
         return int(np.count_nonzero(self._owner != NOBODY))
 
+    @property
+    def has_free_slots(self) -> bool:
+        """Whether any slot could take an expert of its size."""
+        return any(self._free)
+
     def owner(self, slot: int) -> tuple[int, int] | None:
         """Return layer and number of the expert in a slot, or None."""
         return None if self._owner[slot] == NOBODY else self._expert_in(slot)
@@ -132,8 +137,7 @@ class ExpertArena:
     def count_use(self, layer: int, chosen: npt.NDArray[np.integer]) -> None:
         """Count the experts that rows (rows, top-k) of a layer chose."""
         found = int(np.count_nonzero(self.expert_tier[layer, chosen] == Tier.SLOT))
-        self.hits += found
-        self.misses += chosen.size - found
+        self.tally += found, chosen.size - found
         np.add.at(self.use[layer], chosen.reshape(-1), 1)
 
     def fill(self, order: Iterable[tuple[int, int]]) -> int:
@@ -145,7 +149,7 @@ class ExpertArena:
         """
         placed: dict[tuple[int, int], int] = {}
         for layer, expert in order:
-            if not any(self._free):
+            if not self.has_free_slots:
                 break
             free = self._free[self.layout.class_of_layer[layer]]
             resident = self.expert_tier[layer, expert] == Tier.SLOT or (layer, expert) in placed

@@ -1,0 +1,97 @@
+"""Choose the devices once: their driver, and what runs programs on them.
+
+    Backend       what a model needs of a device: a driver, and programs prepared and run
+    HostBackend   the machine itself, or small devices made of its memory
+
+A backend's name for a device is what `--device` says: "host", or "host:1x64MiB".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Protocol
+
+from strata_nb.execution import Driver
+from strata_nb.host import HostDriver, parse_host_devices
+from strata_nb.kernels.host import activations
+from strata_nb.kernels.host.functions import WorkSpace, prepare
+from strata_nb.kernels.host.threads import PreparedProgram, Threads
+from strata_nb.kernels.program import Program
+
+
+class Prepared(Protocol):
+    """A program in the form that a backend runs."""
+
+    def __len__(self) -> int: ...
+
+
+class Backend(Protocol):
+    """Run programs on one device.
+
+    name        for people
+    driver, device   what moves memory, and which of its devices runs
+    has_slots   whether experts are copied to the device; else they are read where the host has them
+    threads     that load, and that compute where the host computes
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def driver(self) -> Driver: ...
+
+    @property
+    def device(self) -> int: ...
+
+    @property
+    def has_slots(self) -> bool: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    def packed_row_bytes(self, values: int) -> int:
+        """Return the bytes of a quantised row of activations."""
+
+    def prepare(self, programs: Sequence[Program]) -> list[PreparedProgram]:
+        """Compile what programs launch; they can be run until the backend is closed."""
+
+    def run(self, program: PreparedProgram, first: int = 0, last: int | None = None) -> None:
+        """Run launches first .. last - 1 of a program (None: to its end) and wait for them."""
+
+    def close(self) -> None:
+        """End threads and free what is left; may be called twice."""
+
+
+class HostBackend:
+    """Run programs in threads of this process, on the first of the devices that `text` describes."""
+
+    device = 0
+
+    def __init__(self, text: str, threads: int) -> None:
+        devices = parse_host_devices(text)
+        self.name = text
+        self.has_slots = text != "host"
+        self.threads = threads
+        self._spaces: list[WorkSpace] = []
+        with ExitStack() as undo:
+            self.driver = HostDriver(devices)
+            undo.callback(self.driver.close)
+            self._compute = Threads(threads)
+            undo.callback(self._compute.close)
+            self._resources = undo.pop_all()
+
+    def packed_row_bytes(self, values: int) -> int:
+        return activations.row_bytes(values)
+
+    def prepare(self, programs: Sequence[Program]) -> list[PreparedProgram]:
+        space = WorkSpace(tuple(one for program in programs for one in program), self.threads)
+        self._spaces.append(space)
+        return [prepare(program, space) for program in programs]
+
+    def run(self, program: PreparedProgram, first: int = 0, last: int | None = None) -> None:
+        self._compute.run(program, first, last)
+
+    def close(self) -> None:
+        self._resources.close()
+        self._spaces.clear()

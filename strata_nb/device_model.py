@@ -1,0 +1,435 @@
+"""A model on a device: where model, weights, K/V, experts and backend meet.
+
+Opening lays everything out before anything is read, so that what does not fit is refused first:
+
+    dense weights and buffers   plain memory of the device, for as long as the model is open
+    experts                     one arena in host memory; slots of the device hold copies of some
+    K/V                         blocks that the ledger maps
+    programs                    emitted once over those addresses, and prepared by the backend
+
+A step writes its rows into the step's record, runs the body, and the head for the rows that want
+logits. What changes between steps are tables that the programs read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from strata_nb import cpu, loading, models
+from strata_nb.addresses import memory_view
+from strata_nb.backend import Backend
+from strata_nb.cache.capacity import Ledger
+from strata_nb.cache.experts import ExpertArena, HostArena, Tier
+from strata_nb.cache.kv import KVCache
+from strata_nb.cache.kv_layout import HeadPlane, KVLayout
+from strata_nb.cache.plan import Needs, plan_device
+from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_profile
+from strata_nb.cache.routing import RoutingTrace
+from strata_nb.cache.slots import SlotLayout, slot_budget
+from strata_nb.errors import ConfigError
+from strata_nb.formats import dequantise
+from strata_nb.gguf import GGUFFile
+from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
+from strata_nb.models.description import Description, bytes_text
+from strata_nb.models.emitting import Buffers, ExpertPlaces, KVPlaces, Places, Programs
+from strata_nb.models.tensors import EXPERT_PARTS, is_expert
+from strata_nb.options import Options
+from strata_nb.steps import DeviceReport, Report, Row, closed_error
+
+SEQUENCES = 16  # rows of the block table
+WINDOW_ROWS = 8  # a step of more rows is long enough to look for Ctrl-C between its layers
+HEAD_ROWS = 32  # whose logits are computed at a time: 20 MB for a vocabulary of 150,000
+ROPE_FACTORS = "rope_freqs.weight"  # read here, and by no kernel
+
+
+class _Sizes(NamedTuple):
+    """What is known before anything is loaded."""
+
+    dense: list[str]  # names of tensors
+    stacks: list[dict[str, str]]  # of each layer, by part: names of tensors
+    experts: loading.ExpertLayout | None
+    slots: SlotLayout
+    kv: KVLayout
+    rope_bytes: int
+
+
+class DeviceModel:
+    """Run steps of a model on a backend's device; `steps.StepModel` says what each method does.
+
+    Owns the backend. `arena`, `kv` and `ledger` may be looked at between steps.
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        description: Description,
+        options: Options,
+        ctx_size: int,
+        max_rows: int,
+        backend: Backend,
+        *,
+        progress: Callable[[int, int], object] | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """Load the model, or leave nothing behind but the backend, which stays the caller's."""
+        self.description = description
+        self.max_rows = max_rows
+        self.warnings: list[str] = []
+        self._backend = backend
+        self._forgotten: deque[int] = deque()
+        self._trace: RoutingTrace | None = None
+        self._prior: Profile | None = None
+        sizes = _measure(file, description, options, ctx_size)
+        with ExitStack() as undo:
+            self._open(file, options, ctx_size, sizes, progress, say, undo)
+            self._resources: ExitStack | None = undo.pop_all()
+
+    def _open(
+        self,
+        file: GGUFFile,
+        options: Options,
+        ctx_size: int,
+        sizes: _Sizes,
+        progress: Callable[[int, int], object] | None,
+        say: Callable[[str], None],
+        undo: ExitStack,
+    ) -> None:
+        backend, driver, device = self._backend, self._backend.driver, self._backend.device
+        model = self.description
+        self._read_files(options, model)
+        wanted_slots = self._slots_wanted(options, sizes.slots)
+        placed = _unplaced(file, sizes.dense)
+        buffer_bytes = self._emit(sizes, placed, Buffers(), 0, ctx_size, None)[1]
+        needs = Needs(
+            dense_bytes=loading.dense_bytes(file, sizes.dense) + buffer_bytes,
+            reserve_bytes=(options.vram_reserve_mib or 0) << 20,
+            kv=sizes.kv,
+            kv_cells=ctx_size,
+            kv_most_cells=ctx_size,
+            slots=sizes.slots if wanted_slots != 0 else None,
+            slots_wanted=wanted_slots,
+        )
+        self.warnings += loading.check_memory(_host_needs(file, sizes, needs, backend.has_slots))
+        plan = plan_device(driver, device, needs)
+
+        keep = loading.cache_fits(file, file.size_bytes)
+        total = sum(info.size_bytes for info in file.tensors.values())
+        load = loading.Progress(total, progress)
+        weights = loading.load_dense(
+            file,
+            sizes.dense,
+            driver,
+            device,
+            threads=backend.threads,
+            keep_cached=keep,
+            progress=load,
+        )
+        undo.callback(weights.close)
+        host = HostArena(0, 0, np.zeros((0, 0), np.int64))
+        if sizes.experts is not None:
+            loaded = loading.load_experts(
+                file,
+                sizes.stacks,
+                sizes.experts,
+                driver,
+                threads=backend.threads,
+                keep_cached=keep,
+                progress=load,
+            )
+            undo.callback(loaded.close)
+            host = loaded.arena
+
+        stream = driver.stream_create(device)
+        undo.callback(driver.stream_destroy, stream)
+        self.kv = KVCache(
+            sizes.kv, context=ctx_size, sequences=SEQUENCES, driver=driver, stream=stream
+        )
+        self.arena = ExpertArena(
+            sizes.slots, host, max_slots=plan.slots, driver=driver, stream=stream
+        )
+        self.ledger = Ledger(driver, device, plan, self.kv, self.arena, say=say)
+        undo.callback(self.ledger.close)
+        self.ledger.open()
+
+        base = driver.allocate(buffer_bytes, device)
+        undo.callback(driver.free, base)
+        emitted, _ = self._emit(
+            sizes, weights.tensors, Buffers(base), base, ctx_size, options
+        )
+        self._programs = emitted
+        self._body, self._head = backend.prepare([emitted.body, emitted.head])
+        _write_rope_table(file, model, base, ctx_size)
+        self._record = _Record(emitted, model.vocab_size)
+        if self._prior is not None:
+            self.arena.fill(self._prior.order())
+
+    def _emit(
+        self,
+        sizes: _Sizes,
+        tensors: Mapping[str, loading.PackedTensor],
+        buffers: Buffers,
+        rope: int,
+        ctx_size: int,
+        options: Options | None,
+    ) -> tuple[Programs, int]:
+        """Return the programs over these places, and the bytes of their buffers.
+
+        The rope table is the first buffer. Without `options` nothing is placed yet.
+        """
+        model = self.description
+        buffers.take(sizes.rope_bytes)
+        kv = KVPlaces(
+            table=0 if options is None else self.kv.table.ctypes.data,
+            table_width=0 if options is None else self.kv.table.shape[1],
+            key_type=sizes.kv.key.cache_type,
+            value_type=sizes.kv.value.cache_type,
+            key_offsets=[sizes.kv.part_offset(layer, "k") for layer in range(model.layers)],
+            value_offsets=[sizes.kv.part_offset(layer, "v") for layer in range(model.layers)],
+        )
+        experts: list[ExpertPlaces] = []
+        for layer in range(model.layers if sizes.experts is not None else 0):
+            parts = sizes.experts.parts[layer] if sizes.experts is not None else {}
+            if options is None:
+                experts.append(ExpertPlaces(0, 0, 0, 0, parts))
+                continue
+            arena = self.arena
+            tables = (arena.expert_address, arena.expert_tier, arena.use)
+            rows = [table[layer].ctypes.data for table in tables]
+            experts.append(ExpertPlaces(*rows, arena.tally.ctypes.data, parts))
+        programs = models.emit_programs(
+            model,
+            Places(tensors, experts, kv, rope),
+            buffers,
+            max_rows=self.max_rows,
+            head_rows=min(HEAD_ROWS, self.max_rows),
+            packed_row_bytes=self._backend.packed_row_bytes,
+        )
+        return programs, buffers.size_bytes
+
+    def _read_files(self, options: Options, model: Description) -> None:
+        """Read the profile that is given, and begin the trace that is asked for."""
+        asked = [
+            (options.expert_profile, "--expert-profile"),
+            (options.expert_profile_save, "--expert-profile-save"),
+            (options.routing_trace, "--routing-trace"),
+        ]
+        for value, flag in asked:
+            if value is not None and not model.experts:
+                raise ConfigError(f"{flag} {value}: this model has no experts", hint="leave it out")
+        if options.expert_profile is not None:
+            self._prior = load_profile(options.expert_profile, model.layers, model.experts)
+        if options.routing_trace is not None:
+            self._trace = RoutingTrace(model.layers, model.experts, model.top_k)
+
+    def _slots_wanted(self, options: Options, slots: SlotLayout) -> int | None:
+        """Return how many slots there shall be: 0 for none, None for as many as there is room."""
+        if not self._backend.has_slots:
+            if options.expert_cache != "auto":
+                raise ConfigError(
+                    f"--expert-cache {options.expert_cache}: the device {self._backend.name} reads "
+                    "experts where the host has them and has no slots",
+                    hint="leave it out, or give a device of its own memory: --device host:1x64MiB",
+                )
+            return 0
+        return slot_budget(options.expert_cache, slots) if slots.layers else 0
+
+    # Steps.
+
+    def open_sequence(self) -> int:
+        self._settle()
+        return self.kv.open_sequence()
+
+    def forget_sequence(self, sequence: int) -> None:
+        self._forgotten.append(sequence)
+
+    def length(self, sequence: int) -> int:
+        self._settle()
+        return self.kv.length(sequence)
+
+    def rewind(self, sequence: int, length: int) -> None:
+        self._settle()
+        self.kv.rewind(sequence, length)
+
+    def step(self, rows: Sequence[Row]) -> Floats:
+        self._settle()
+        if not 1 <= len(rows) <= self.max_rows:
+            raise ConfigError(f"a step of {len(rows)} rows", hint=f"1 to {self.max_rows} rows")
+        new = Counter(row.sequence for row in rows)
+        for sequence, cells in new.items():
+            self.kv.extend(sequence, cells)
+        self._record.write(rows, {sequence: self.kv.length(sequence) for sequence in new})
+        self._run_body(len(rows))
+        logits = self._run_head([n for n, row in enumerate(rows) if row.wants_logits])
+        if self._trace is not None:
+            self._trace.append(self.chosen(len(rows)))
+        if self.arena.has_free_slots:
+            self.arena.fill(self._used_and_not_resident())
+        for sequence, cells in new.items():
+            self.kv.advance(sequence, cells)
+        return logits
+
+    def chosen(self, rows: int) -> npt.NDArray[np.int64]:
+        """Return the experts that the rows of the last step used: (rows, layers, top_k)."""
+        model = self.description
+        size = rows * model.top_k * 8
+        tables = [memory_view(address, size).view(np.int64) for address in self._programs.chosen]
+        return np.stack([table.reshape(rows, model.top_k) for table in tables], axis=1)
+
+    def _run_body(self, rows: int) -> None:
+        if rows <= WINDOW_ROWS:
+            self._backend.run(self._body)
+            return
+        first = 0
+        for end in self._programs.layer_ends:
+            self._backend.run(self._body, first, end)
+            first = end
+
+    def _run_head(self, wanted: Sequence[int]) -> Floats:
+        logits = np.empty((len(wanted), self.description.vocab_size), np.float32)
+        at_a_time = self._programs.head_rows
+        for start in range(0, len(wanted), at_a_time):
+            some = wanted[start : start + at_a_time]
+            self._record.want(some)
+            self._backend.run(self._head)
+            logits[start : start + len(some)] = self._record.logits[: len(some)]
+        return logits
+
+    def _used_and_not_resident(self) -> list[tuple[int, int]]:
+        """Return experts without a slot that were chosen, most often first."""
+        arena = self.arena
+        layers, experts = np.nonzero((arena.use > 0) & (arena.expert_tier == Tier.IN_PLACE))
+        order = np.argsort(-arena.use[layers, experts], kind="stable")
+        return [(int(layers[n]), int(experts[n])) for n in order]
+
+    # The rest.
+
+    def report(self) -> Report:
+        self._opened()
+        ledger = self.ledger.describe()
+        device = DeviceReport(
+            self._backend.name,
+            ledger.slots,
+            ledger.resident,
+            ledger.kv_cells,
+            ledger.bytes_by_owner,
+        )
+        hits, misses = self.arena.tally.tolist()
+        return Report((device,), hits, misses)
+
+    def save_profile(self, path: str) -> None:
+        """Write how often experts were used, added to the order of the profile given."""
+        save_profile(path, rank_by_use(self.arena.use, self._prior))
+
+    def save_trace(self, path: str) -> None:
+        """Write the routes of all steps so far."""
+        if self._trace is None:
+            raise AssertionError("no trace was asked for")
+        self._trace.save(path)
+
+    def close(self) -> None:
+        resources, self._resources = self._resources, None
+        if resources is not None:
+            resources.close()
+
+    def _opened(self) -> None:
+        if self._resources is None:
+            raise closed_error()
+
+    def _settle(self) -> None:
+        """End the sequences whose sessions are gone."""
+        self._opened()
+        while self._forgotten:
+            self.kv.close_sequence(self._forgotten.popleft())
+
+
+class _Record:
+    """Write a step's own numbers where the programs read them, and read the logits."""
+
+    def __init__(self, programs: Programs, vocab: int) -> None:
+        record, rows, head_rows = programs.record, programs.max_rows, programs.head_rows
+        self._rows = _words(record.rows, 1)
+        self._wanted = _words(record.wanted, 1)
+        self._tokens = _words(record.tokens, rows)
+        self._sequences = _words(record.sequences, rows)
+        self._positions = _words(record.positions, rows)
+        self._wanted_rows = _words(record.wanted_rows, head_rows)
+        size = head_rows * vocab * 4
+        self.logits = memory_view(programs.logits, size).view(np.float32).reshape(head_rows, vocab)
+
+    def write(self, rows: Sequence[Row], lengths: dict[int, int]) -> None:
+        """Write rows, each at the next position of its sequence; `lengths` is used up."""
+        count = len(rows)
+        positions = []
+        for row in rows:
+            positions.append(lengths[row.sequence])
+            lengths[row.sequence] += 1
+        self._rows[0] = count
+        self._tokens[:count] = [row.token for row in rows]
+        self._sequences[:count] = [row.sequence for row in rows]
+        self._positions[:count] = positions
+
+    def want(self, rows: Sequence[int]) -> None:
+        """Write which rows the head is for."""
+        self._wanted[0] = len(rows)
+        self._wanted_rows[: len(rows)] = rows
+
+
+def _words(address: int, count: int) -> npt.NDArray[np.int64]:
+    return memory_view(address, 8 * count).view(np.int64)
+
+
+def _measure(file: GGUFFile, model: Description, options: Options, ctx_size: int) -> _Sizes:
+    """Lay out what the model needs; nothing is read but the table of tensors."""
+    dense = [name for name in file.tensors if not is_expert(name) and name != ROPE_FACTORS]
+    stacks = [
+        {part: f"blk.{layer}.{part}.weight" for part in EXPERT_PARTS}
+        for layer in range(model.layers if model.experts else 0)
+    ]
+    experts = loading.expert_layout(file, stacks) if stacks else None
+    slots = SlotLayout(experts.blob_bytes if experts is not None else (), model.experts)
+    kv = KVLayout(
+        model.layers,
+        model.kv_heads,
+        HeadPlane(options.cache_type_k or "f16", model.key_length),
+        HeadPlane(options.cache_type_v or "f16", model.value_length),
+    )
+    return _Sizes(dense, stacks, experts, slots, kv, ctx_size * model.rope_dims * 4)
+
+
+def _unplaced(file: GGUFFile, names: Sequence[str]) -> dict[str, loading.PackedTensor]:
+    """Return tensors as they will be, at no address."""
+    return {
+        name: loading.PackedTensor(0, file.tensors[name].type, file.tensors[name].shape)
+        for name in names
+    }
+
+
+def _host_needs(
+    file: GGUFFile, sizes: _Sizes, needs: Needs, has_slots: bool
+) -> dict[str, int]:
+    """Return what host memory must hold, for people and by bytes."""
+    host = {"experts": sizes.experts.size_bytes if sizes.experts is not None else 0}
+    if not has_slots:
+        host["dense weights and buffers"] = needs.dense_bytes
+        host[f"K/V of {needs.kv_cells:,} cells"] = needs.kv.bytes_for(needs.kv_cells)
+    return host
+
+
+def _write_rope_table(file: GGUFFile, model: Description, address: int, ctx_size: int) -> None:
+    """Write cosines and sines of all positions: float32 (ctx_size, 2, planes)."""
+    factors = None
+    if ROPE_FACTORS in file.tensors:
+        factors = dequantise(file.tensors[ROPE_FACTORS].type, file.raw(ROPE_FACTORS))
+    frequencies = rope_frequencies(model.rope_dims, model.rope_base, model.rope_scale, factors)
+    planes = model.rope_dims // 2
+    table = memory_view(address, ctx_size * 2 * planes * 4).view(np.float32)
+    table = table.reshape(ctx_size, 2, planes)
+    for start in range(0, ctx_size, 4096):
+        positions = np.arange(start, min(start + 4096, ctx_size))
+        table[positions, 0], table[positions, 1] = rope_table(positions, frequencies)

@@ -1,0 +1,315 @@
+"""Sessions: conversations with a model, and the tokens that it writes.
+
+    Session       a conversation: the tokens so far and their K/V
+    Generation    the tokens that a session writes, one after the other
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from strata_nb.errors import ConfigError, StrataError
+from strata_nb.options import Sampling
+from strata_nb.sampling import RepeatGuard, StopStrings, sample, uniform
+from strata_nb.steps import Row, StepModel
+from strata_nb.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from strata_nb.models import Description, Progress
+
+Finish = Literal["end", "length", "stop", "repeat", "context"]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Hold one generated token: its id, and the text that became certain with it.
+
+    The texts of a generation, joined, are its answer: a token in the middle of a character or of a
+    possible stop string has less text, a later one more. The model's own end token comes last.
+    """
+
+    id: int
+    text: str
+
+
+class Generation(Iterator[Token]):
+    """Write tokens after a session's last one; iterate to go on, stop iterating to stop.
+
+    finish          why it ended, once it has: "end" the model's own end token, "length" max_tokens,
+                    "stop" a stop string, "repeat" the repeat guard, "context" no cell is left
+    seed            of the random numbers, also where none was asked for; without effect on an
+                    answer that is not `random`, at temperature 0
+    generated       tokens so far
+    first_token_s   seconds from the start of the generation to the first token
+    decode_s        seconds from the first token to the latest
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        max_tokens: int | None,
+        sampling: Sampling,
+        stop: Sequence[str] | None,
+        ignore_eos: bool,
+    ) -> None:
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 0):
+            raise ConfigError(
+                f"max_tokens {max_tokens}: not usable", hint="0 or more, None: until the model ends"
+            )
+        if isinstance(stop, str):
+            raise ConfigError(f"stop {stop!r}: not a list of texts", hint=f"give [{stop!r}]")
+        # 32 bits: readers of JSON round whole numbers from 2^53 on.
+        self.seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+        self.finish: Finish | None = None
+        self.generated = 0
+        self.first_token_s = 0.0
+        self.decode_s = 0.0
+        self._session = session
+        self.random = sampling.temperature > 0  # whether the seed makes a difference
+        self._sampling = replace(sampling, seed=self.seed)
+        self._left = max_tokens
+        self._position = session.position
+        self._stream = session.tokenizer.stream()
+        self._stops = StopStrings(stop or ())
+        self._ends = session.tokenizer.end_ids
+        self._banned = self._ends if ignore_eos else frozenset[int]()
+        self._guard = None if ignore_eos else RepeatGuard()
+        self._started = time.perf_counter()
+
+    def __next__(self) -> Token:
+        session = self._session
+        if self.finish is None:
+            if self._left == 0:
+                self.finish = "length"
+            elif session.position > session.ctx_size:
+                self.finish = "context"
+        if self.finish is not None:
+            raise StopIteration
+        if session.position != self._position:
+            raise StrataError(
+                f"the session went on to position {session.position} without this generation, "
+                f"which stands at {self._position}",
+                hint="start a new one: session.generate()",
+            )
+        logits = session.next_logits()
+        random = uniform(self.seed, 0, session.position)
+        token = sample(logits, session._ids, self._sampling, random, self._banned)
+        session.append(token)
+        self._count()
+        if token in self._ends:
+            self.finish = "end"
+            return Token(token, self._last_text(""))
+        text, stopped = self._stops.feed(self._stream.feed(token))
+        if stopped:
+            self.finish = "stop"
+            return Token(token, text)
+        if self._guard is not None and self._guard.feed(token):
+            self.finish = "repeat"
+        elif self._left == 0:
+            self.finish = "length"
+        elif session.position > session.ctx_size:
+            self.finish = "context"
+        return Token(token, self._last_text(text) if self.finish else text)
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        self.generated += 1
+        self._position += 1
+        if self.generated == 1:
+            self.first_token_s = now - self._started
+        self.decode_s = now - self._started - self.first_token_s
+        if self._left is not None:
+            self._left -= 1
+
+    def _last_text(self, text: str) -> str:
+        """Return `text` and what was held back, for nothing comes after it."""
+        more, _ = self._stops.feed(self._stream.flush())
+        more += self._stops.flush()
+        if self._stops.stopped:
+            self.finish = "stop"
+        return text + more
+
+
+class Session:
+    """Keep one conversation: its token ids, and the K/V of those that the model has read.
+
+    The latest tokens may not have been read yet: a token that was sampled is read when the next
+    one is asked for. One generation at a time may go on; an older one is refused. Closing a session
+    frees its K/V, and so does dropping it.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        description: Description,
+        tokenizer: Tokenizer,
+        ctx_size: int,
+        prefill_rows: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.ctx_size = ctx_size  # the number of tokens that the K/V can hold
+        self._model = model
+        self._description = description
+        self._prefill_rows = prefill_rows
+        self._sequence = model.open_sequence()
+        self._finalizer = weakref.finalize(self, model.forget_sequence, self._sequence)
+        self._logits: npt.NDArray[np.float32] | None = None  # after the last token read
+        self._ids: list[int] = []
+        self._drafted = 0
+
+    @property
+    def ids(self) -> list[int]:
+        """A copy of all tokens so far, read or not."""
+        return list(self._ids)
+
+    @property
+    def position(self) -> int:
+        """The number of tokens so far, which is the position of the next one."""
+        return len(self._ids)
+
+    def extend(self, ids: Sequence[int], progress: Progress | None = None) -> None:
+        """Add `ids` and read everything that has not been read yet.
+
+        Raises ConfigError, and adds nothing, where the context is too small for them. `progress` is
+        called with (tokens read, tokens to read).
+        """
+        self._description.check_ids(ids)
+        total = self.position + len(ids)
+        if total > self.ctx_size:
+            already = f" after {self.position} earlier tokens" if self.position else ""
+            raise ConfigError(
+                f"a prompt of {len(ids)} tokens{already} does not fit a context of "
+                f"{self.ctx_size} cells",
+                hint=f"give --ctx-size {total} or more, or a shorter prompt",
+            )
+        self._drafted = 0
+        self._ids.extend(ids)
+        self._read(progress)
+
+    def next_logits(self) -> npt.NDArray[np.float32]:
+        """Return the logits (vocab,) of the token that comes next; do not change them."""
+        if not self._ids:
+            raise ConfigError(
+                "nothing to continue: the session holds no token",
+                hint="extend it with at least one token, such as the model's BOS",
+            )
+        if self._logits is None:  # after a rewind or an interrupt: the last token is read again
+            self._rewind_model(self.position - 1)
+        self._read(None)
+        if self._logits is None:
+            raise AssertionError("reading at least one token gives logits")
+        return self._logits
+
+    def append(self, token: int) -> None:
+        """Add one token without reading it: that happens when the next logits are asked for."""
+        self._description.check_ids([token])
+        self._drafted = 0
+        self._ids.append(token)
+
+    def draft(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Read tokens that may be taken back; return the logits (len(ids), vocab) after each.
+
+        What had not been read before is read first. `commit` says how many of them stay; until
+        then nothing else may be done with the session. At most as many as a step has rows.
+        """
+        self._description.check_ids(ids)
+        most = min(self._model.max_rows, self.ctx_size - self.position)
+        if not 1 <= len(ids) <= most:
+            raise ConfigError(
+                f"a draft of {len(ids)} tokens: 1 to {most} are possible at position "
+                f"{self.position} of {self.ctx_size}",
+                hint="draft fewer tokens",
+            )
+        self._read(None)
+        logits = self._model.step([Row(self._sequence, int(token), True) for token in ids])
+        self._ids.extend(ids)
+        self._drafted = len(ids)
+        self._logits = logits[-1]
+        return logits
+
+    def commit(self, keep: int) -> int:
+        """Keep the first `keep` tokens of the last draft, forget the others; return the position."""
+        if not 0 <= keep <= self._drafted:
+            raise ConfigError(
+                f"cannot keep {keep} of {self._drafted} drafted tokens", hint="draft them first"
+            )
+        drafted, self._drafted = self._drafted, 0
+        return self.rewind(self.position - drafted + keep)
+
+    def checkpoint(self) -> int:
+        """Return a place that `rewind` can go back to: the position."""
+        return self.position
+
+    def rewind(self, position: int) -> int:
+        """Forget every token from `position` on and return the position reached."""
+        if not 0 <= position <= self.position:
+            raise ConfigError(
+                f"cannot rewind to {position}: the session holds {self.position} tokens",
+                hint=f"a position from 0 to {self.position}",
+            )
+        if position < self.position:
+            self._logits = None
+            del self._ids[position:]
+            self._rewind_model(position)
+        return position
+
+    def close(self) -> None:
+        """Free the K/V; the ids stay. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        *,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] | None = None,
+        ignore_eos: bool = False,
+    ) -> Generation:
+        """Return an iterator over the tokens that follow; max_tokens None: until the model ends."""
+        return Generation(
+            self,
+            max_tokens=max_tokens,
+            sampling=sampling or Sampling(),
+            stop=stop,
+            ignore_eos=ignore_eos,
+        )
+
+    def _rewind_model(self, position: int) -> None:
+        self._model.rewind(self._sequence, min(self._model.length(self._sequence), position))
+
+    def _read(self, progress: Progress | None) -> None:
+        """Read what has not been read, in prompt batches."""
+        if not self._finalizer.alive:
+            raise StrataError("the session is closed", hint="open a new one: engine.open_session()")
+        model, sequence = self._model, self._sequence
+        start, end = model.length(sequence), self.position
+        for at in range(start, end, self._prefill_rows):
+            batch = self._ids[at : at + self._prefill_rows]
+            last = at + len(batch) - 1
+            # An interrupt may come between the cells that a step adds and its logits.
+            self._logits = None
+            logits = model.step(
+                [
+                    Row(sequence, token, place == end - 1)
+                    for place, token in enumerate(batch, start=at)
+                ]
+            )
+            if last == end - 1:
+                self._logits = logits[0]
+            if progress is not None:
+                progress(last + 1 - start, end - start)
