@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from strata_nb.compiling import compiled, inlined
+from strata_nb.kernels.host.lanes import high_1, high_8, larger, largest, low_1, low_8
 from strata_nb.kernels.host.operations import SIGNATURE, HostKernel, share, word
 from strata_nb.kernels.host.vectors import (
-    FLOATS,
     INTEGERS,
     Vector,
     constant,
@@ -37,7 +37,6 @@ from strata_nb.kernels.host.vectors import (
     recast,
     shuffler,
     truncated,
-    where_less,
 )
 from strata_nb.packing import SUB_BLOCK
 from strata_nb.raw_memory import load_i64, store
@@ -48,13 +47,10 @@ _MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
 _HALF_BYTES = SUB_BLOCK // 2 * 4  # of float32
 
 _as_integers = recast(INTEGERS)
-_as_floats = recast(FLOATS)
 _as_float = recast(Vector("f32", 1))
 _no_quants = constant(Vector("u8", SUB_BLOCK), [0] * SUB_BLOCK)
 _no_sums = constant(Vector("i32", 2), [0, 0])
 
-_parts = [(shuffler(range(half)), shuffler(range(half, 2 * half))) for half in (8, 4, 2, 1)]
-(_low_8, _high_8), (_low_4, _high_4), (_low_2, _high_2), (_low_1, _high_1) = _parts
 # Of two runs that lie one behind the other, the lower and the upper half of each.
 _lower_4 = shuffler([0, 1, 2, 3, 8, 9, 10, 11])
 _upper_4 = shuffler([4, 5, 6, 7, 12, 13, 14, 15])
@@ -68,27 +64,19 @@ def row_bytes(values: int) -> int:
 
 
 @inlined
-def _larger(a: Any, b: Any) -> Any:
-    return where_less(a, b, b, a)
-
-
-@inlined
 def _largest_magnitude(first: Any, second: Any) -> Any:
     """Return the largest magnitude of two vectors of floats; NaN if there is one.
 
     Compared as integers, where NaN > infinity > all others.
     """
-    lanes = _larger(_as_integers(first) & _MAGNITUDE, _as_integers(second) & _MAGNITUDE)
-    eight = _larger(_low_8(lanes), _high_8(lanes))
-    four = _larger(_low_4(eight), _high_4(eight))
-    two = _larger(_low_2(four), _high_2(four))
-    return only_lane(_as_float(_larger(_low_1(two), _high_1(two))))
+    bits = larger(_as_integers(first) & _MAGNITUDE, _as_integers(second) & _MAGNITUDE)
+    return only_lane(_as_float(largest(bits)))
 
 
 @inlined
 def _two_sums(first: Any, second: Any) -> Any:
     """Return the sum of each of two vectors of 16 integers, as a vector of two."""
-    both = join(_low_8(first) + _high_8(first), _low_8(second) + _high_8(second))
+    both = join(low_8(first) + high_8(first), low_8(second) + high_8(second))
     four = _lower_4(both) + _upper_4(both)
     two = _lower_2(four) + _upper_2(four)
     return _lower_1(two) + _upper_1(two)
@@ -107,19 +95,19 @@ def quantise_sub_block(
     scales = target_row + SUB_BLOCK * sub_blocks
     sums = scales + 4 * sub_blocks
     halves = scales + 8 * sub_blocks
-    largest = _largest_magnitude(first, second)
+    magnitude = _largest_magnitude(first, second)
     scale, inverse = np.float32(0), np.float32(0)
-    if not largest < _INFINITY:
+    if not magnitude < _INFINITY:
         scale = np.float32(np.nan)
-    elif largest >= _SMALLEST:
-        scale = largest / np.float32(127)
-        inverse = np.float32(127) / largest
+    elif magnitude >= _SMALLEST:
+        scale = magnitude / np.float32(127)
+        inverse = np.float32(127) / magnitude
     store(scales + 4 * number, scale)
     if inverse > 0:
         a, b = truncated(nearest(first * inverse)), truncated(nearest(second * inverse))
         found = _two_sums(a, b)
         store(quants, narrow_to_bytes(join(a, b)))
-        store(sums + 4 * number, _low_1(found) + _high_1(found))
+        store(sums + 4 * number, low_1(found) + high_1(found))
         store(halves + 8 * number, found)
     else:
         store(quants, _no_quants())
