@@ -9,22 +9,53 @@ one run of memory (`row_bytes`), S sub-blocks of 32 values each:
      8 * S bytes    the sums of its two halves, int32
 
 The sums take a constant out of a product: sum((w - c) * x) = sum(w * x) - c * sum(x).
+
+A sub-block with a value that is not finite gets the scale NaN and quants 0, so that every product
+with it shows the fault. Rounding is to nearest, ties to even. A sub-block depends on its own 32
+values alone: rows may be cut anywhere between sub-blocks.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from strata_nb.compiling import compiled, inlined
+from strata_nb.kernels.host.lanes import high_1, high_8, larger, largest, low_1, low_8
+from strata_nb.kernels.host.operations import SIGNATURE, HostKernel, share, word
+from strata_nb.kernels.host.vectors import (
+    INTEGERS,
+    Vector,
+    constant,
+    join,
+    load_floats,
+    narrow_to_bytes,
+    nearest,
+    only_lane,
+    recast,
+    shuffler,
+    truncated,
+)
 from strata_nb.packing import SUB_BLOCK
-from strata_nb.raw_memory import load_f32, load_u32, store
+from strata_nb.raw_memory import load_i64, store
 
 _SMALLEST = np.float32(2.0**-100)  # below it 127 / magnitude overflows; the values count as 0
-_INFINITE = np.uint32(0x7F800000)
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
-_HALF = SUB_BLOCK // 2
+_INFINITY = np.float32(np.inf)
+_MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
+_HALF_BYTES = SUB_BLOCK // 2 * 4  # of float32
+
+_as_integers = recast(INTEGERS)
+_as_float = recast(Vector("f32", 1))
+_no_quants = constant(Vector("u8", SUB_BLOCK), [0] * SUB_BLOCK)
+_no_sums = constant(Vector("i32", 2), [0, 0])
+
+# Of two runs that lie one behind the other, the lower and the upper half of each.
+_lower_4 = shuffler([0, 1, 2, 3, 8, 9, 10, 11])
+_upper_4 = shuffler([4, 5, 6, 7, 12, 13, 14, 15])
+_lower_2, _upper_2 = shuffler([0, 1, 4, 5]), shuffler([2, 3, 6, 7])
+_lower_1, _upper_1 = shuffler([0, 2]), shuffler([1, 3])
 
 
 def row_bytes(values: int) -> int:
@@ -33,50 +64,107 @@ def row_bytes(values: int) -> int:
 
 
 @inlined
-def _round(place: int, quants: int, inverse: float) -> Any:
-    """Write 16 values, times `inverse`, as bytes; return their sum."""
-    total = np.int32(0)
-    for i in range(_HALF):
-        rounded = np.int32(np.rint(load_f32(place + 4 * i) * inverse))
-        store(quants + i, np.int8(rounded))
-        total += rounded
-    return total
+def _largest_magnitude(first: Any, second: Any) -> Any:
+    """Return the largest magnitude of two vectors of floats; NaN if there is one.
+
+    Compared as integers, where NaN > infinity > all others.
+    """
+    bits = larger(_as_integers(first) & _MAGNITUDE, _as_integers(second) & _MAGNITUDE)
+    return only_lane(_as_float(largest(bits)))
+
+
+@inlined
+def _two_sums(first: Any, second: Any) -> Any:
+    """Return the sum of each of two vectors of 16 integers, as a vector of two."""
+    both = join(low_8(first) + high_8(first), low_8(second) + high_8(second))
+    four = _lower_4(both) + _upper_4(both)
+    two = _lower_2(four) + _upper_2(four)
+    return _lower_1(two) + _upper_1(two)
+
+
+@inlined
+def quantise_sub_block(
+    first: Any, second: Any, target_row: int, sub_blocks: int, number: int
+) -> None:
+    """Quantise 32 values, two vectors of floats, as sub-block `number` of a row.
+
+    target_row   address of the quantised row
+    sub_blocks   how many it has
+    """
+    quants = target_row + SUB_BLOCK * number
+    scales = target_row + SUB_BLOCK * sub_blocks
+    sums = scales + 4 * sub_blocks
+    halves = scales + 8 * sub_blocks
+    magnitude = _largest_magnitude(first, second)
+    scale, inverse = np.float32(0), np.float32(0)
+    if not magnitude < _INFINITY:
+        scale = np.float32(np.nan)
+    elif magnitude >= _SMALLEST:
+        scale = magnitude / np.float32(127)
+        inverse = np.float32(127) / magnitude
+    store(scales + 4 * number, scale)
+    if inverse > 0:
+        a, b = truncated(nearest(first * inverse)), truncated(nearest(second * inverse))
+        found = _two_sums(a, b)
+        store(quants, narrow_to_bytes(join(a, b)))
+        store(sums + 4 * number, low_1(found) + high_1(found))
+        store(halves + 8 * number, found)
+    else:
+        store(quants, _no_quants())
+        store(sums + 4 * number, np.int32(0))
+        store(halves + 8 * number, _no_sums())
+
+
+@inlined
+def quantise_sub_blocks(
+    source: int, target_row: int, sub_blocks: int, first: int, last: int
+) -> None:
+    """Quantise sub-blocks first .. last - 1 of one row.
+
+    source       address of the row's float32 values, of its first one
+    target_row   address of the quantised row
+    sub_blocks   how many the whole row has
+    """
+    for number in range(first, last):
+        place = source + 4 * SUB_BLOCK * number
+        quantise_sub_block(
+            load_floats(place), load_floats(place + _HALF_BYTES), target_row, sub_blocks, number
+        )
+
+
+@inlined
+def quantise_share(
+    source: int, target: int, rows: int, sub_blocks: int, thread: int, threads: int
+) -> None:
+    """Quantise a thread's share of all sub-blocks of float32 rows that lie one behind the other."""
+    stride = (SUB_BLOCK + 16) * sub_blocks
+    first, last = share(rows * sub_blocks, 1, thread, threads)
+    while first < last:
+        row = first // sub_blocks
+        end = min(last, (row + 1) * sub_blocks)
+        start = row * sub_blocks
+        place = source + 4 * SUB_BLOCK * start
+        quantise_sub_blocks(place, target + row * stride, sub_blocks, first - start, end - start)
+        first = end
 
 
 @compiled("void(int64,int64,int64,int64,int64)")
 def quantise_rows(source: int, target: int, values: int, first: int, last: int) -> None:
-    """Quantise rows first .. last - 1 of float32 (rows, values) to rows of `row_bytes`.
-
-    A sub-block with a value that is not finite gets the scale NaN, so that every product with it
-    shows the fault. Rounding is to nearest, ties to even.
-    """
+    """Quantise rows first .. last - 1 of float32 (rows, values) to rows of `row_bytes`."""
     sub_blocks = values // SUB_BLOCK
     for row in range(first, last):
         target_row = target + row * (values + sub_blocks * 16)
-        for number in range(sub_blocks):
-            place = source + (row * values + number * SUB_BLOCK) * 4
-            quants = target_row + number * SUB_BLOCK
-            scale_place = target_row + values + 4 * number
-            bits = np.uint32(0)  # of the largest magnitude; as integers NaN > infinity > the rest
-            for i in range(SUB_BLOCK):
-                bits = max(bits, np.uint32(load_u32(place + 4 * i) & _MAGNITUDE))
-            store(scale_place, bits)
-            largest = load_f32(scale_place)
-            scale, inverse = np.float32(0), np.float32(0)
-            if bits >= _INFINITE:
-                scale = np.float32(np.nan)
-            elif largest >= _SMALLEST:
-                scale = largest / np.float32(127)
-                inverse = np.float32(127) / largest
-            first_sum, second_sum = np.int32(0), np.int32(0)
-            if inverse > 0:
-                first_sum = _round(place, quants, inverse)
-                second_sum = _round(place + 4 * _HALF, quants + _HALF, inverse)
-            else:
-                for i in range(SUB_BLOCK):
-                    store(quants + i, np.int8(0))
-            store(scale_place, scale)
-            store(scale_place + 4 * sub_blocks, np.int32(first_sum + second_sum))
-            halves = target_row + values + 8 * sub_blocks + 8 * number
-            store(halves, np.int32(first_sum))
-            store(halves + 4, np.int32(second_sum))
+        quantise_sub_blocks(source + 4 * row * values, target_row, sub_blocks, 0, sub_blocks)
+
+
+@cache
+def quantise_kernel() -> HostKernel:
+    """Return `quantise` of the table; the threads share the sub-blocks of all rows."""
+
+    @compiled(SIGNATURE)
+    def quantise(arguments: int, thread: int, threads: int) -> None:
+        rows = load_i64(word(arguments, 0)) * word(arguments, 3)
+        sub_blocks = word(arguments, 4) // SUB_BLOCK
+        quantise_share(word(arguments, 1), word(arguments, 2), rows, sub_blocks, thread, threads)
+
+    return HostKernel(quantise)

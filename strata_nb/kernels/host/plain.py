@@ -40,7 +40,7 @@ _AHEAD = 4096  # bytes between what is read and what is asked for
 _load_floats = loader(Vector("f32", 16))
 
 
-def _reader(kind: TensorType, lanes: int) -> Callable[..., Any]:
+def reader(kind: TensorType, lanes: int) -> Callable[..., Any]:
     """Return a function (address) that loads that many weights as a vector of float32."""
     if kind is TensorType.F32:
         return loader(Vector("f32", lanes))
@@ -144,8 +144,8 @@ def _rows_function(kind: TensorType, rows: int) -> Callable[..., None]:
     names = {
         "np": np,
         "ahead": _AHEAD,
-        "read": _reader(kind, 16),
-        "read_one": _reader(kind, 1),
+        "read": reader(kind, 16),
+        "read_one": reader(kind, 1),
         "load_floats": _load_floats,
         "no_floats": no_floats,
         "prefetch": prefetch,
