@@ -35,7 +35,15 @@ def available_memory_bytes(*, proc: Path = PROC, sys: Path = SYS) -> int:
     cgroup leaves less. Page cache that the cgroup holds but can give back (inactive_file) counts as
     free, for reading a model file fills it.
     """
-    return max(0, min([_machine_memory(proc), *_memory_rooms(proc, sys)]))
+    return max(0, min([_machine_memory(proc, "MemAvailable:"), *_memory_rooms(proc, sys)]))
+
+
+def memory_limit_bytes(*, proc: Path = PROC, sys: Path = SYS) -> int:
+    """Return how much memory this process can have at most, whatever is in use now.
+
+    That is the machine's, or less where a cgroup has a limit.
+    """
+    return min([_machine_memory(proc, "MemTotal:"), *_memory_limits(proc, sys)])
 
 
 def _allowed_processors() -> set[int]:
@@ -64,10 +72,10 @@ def _quotas(proc: Path, sys: Path) -> Iterator[float]:
             yield quota_us / period_us
 
 
-def _machine_memory(proc: Path) -> int:
+def _machine_memory(proc: Path, key: str) -> int:
     for line in _read(proc / "meminfo").splitlines():
         match line.split():
-            case ["MemAvailable:", size, "kB"]:
+            case [name, size, "kB"] if name == key:
                 return int(size) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -82,6 +90,15 @@ def _memory_rooms(proc: Path, sys: Path) -> Iterator[int]:
             limit, usage = _number(group / limit_file), _number(group / usage_file)
             if limit is not None and usage is not None:
                 yield limit - usage + _reclaimable(group)
+
+
+def _memory_limits(proc: Path, sys: Path) -> Iterator[int]:
+    """Yield the limit of each cgroup of this process that has one, in bytes."""
+    for group in _cgroups(proc, sys, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = _number(group / name)
+            if limit is not None:
+                yield limit
 
 
 def _reclaimable(group: Path) -> int:

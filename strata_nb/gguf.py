@@ -12,7 +12,8 @@ were understood. A tensor with a dimension of zero is refused; one without dimen
 value.
 
 The data stays in the file. If the file is truncated while it is open, the operating system ends the
-process with SIGBUS at the next access: replace a model by renaming, never in place.
+process with SIGBUS at the next access to a view: replace a model by renaming, never in place. The
+descriptors stay open until `close`, so who reads with `read_into` reads the same file.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import stat
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import NamedTuple, Self
@@ -93,6 +95,7 @@ class GGUFFile:
             {tensor.name: tensor for shard in shards for tensor in shard.tensors}
         )
         self._maps: list[mmap.mmap] | None = [shard.mapped for shard in shards]
+        self._handles = [shard.handle for shard in shards]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
@@ -116,6 +119,51 @@ class GGUFFile:
 
         FileFormatError if there is no such tensor, ValueError after `close`.
         """
+        tensor, mapped = self._tensor(name)
+        return np.frombuffer(mapped, np.uint8, tensor.size_bytes, tensor.offset)
+
+    def read_into(self, out: NDArray[np.uint8], name: str, start: int = 0) -> None:
+        """Fill contiguous uint8 `out` with the bytes of a tensor from byte `start` on.
+
+        A plain read past the mapping: it costs no page faults, and what another process cuts off
+        meanwhile is an error here and not the end of the process. Any number of threads may call
+        it, others run meanwhile. Raises as `raw` does, FileFormatError with the byte where the file
+        ends or cannot be read, ValueError for bytes outside the tensor.
+        """
+        tensor, _ = self._tensor(name)
+        if not 0 <= start <= start + out.size <= tensor.size_bytes:
+            raise ValueError(
+                f"{out.size} bytes from byte {start}: tensor {name!r} has {tensor.size_bytes}"
+            )
+        handle, path = self._handles[tensor.shard].fileno(), self.shards[tensor.shard]
+        rest, position = out.data, tensor.offset + start
+        while rest:
+            try:
+                count = os.preadv(handle, [rest], position)
+            except OSError as error:
+                raise FileFormatError(
+                    path, position, f"{len(rest)} bytes cannot be read: {error.strerror}"
+                ) from error
+            if count == 0:
+                raise FileFormatError(
+                    path,
+                    position,
+                    f"ends within tensor {name!r}, of which {len(rest)} bytes were still wanted",
+                    hint="the file was cut while it was open: fetch it again",
+                )
+            rest, position = rest[count:], position + count
+
+    def forget_cached(self, name: str, start: int, size: int) -> None:
+        """Let the system drop its copy of some bytes of a tensor from memory; they stay readable.
+
+        Only whole pages go. Nothing happens where the system has no such call.
+        """
+        tensor, _ = self._tensor(name)
+        if hasattr(os, "posix_fadvise"):
+            handle = self._handles[tensor.shard].fileno()
+            os.posix_fadvise(handle, tensor.offset + start, size, os.POSIX_FADV_DONTNEED)
+
+    def _tensor(self, name: str) -> tuple[TensorInfo, mmap.mmap]:
         if self._maps is None:
             raise ValueError(f"{self.path} is closed, tensor {name!r} cannot be read")
         tensor = self.tensors.get(name)
@@ -126,11 +174,13 @@ class GGUFFile:
                 f"no tensor {name!r} among the {len(self.tensors)} of this model",
                 hint="the file may be incomplete, or made for another architecture",
             )
-        return np.frombuffer(self._maps[tensor.shard], np.uint8, tensor.size_bytes, tensor.offset)
+        return tensor, self._maps[tensor.shard]
 
     def close(self) -> None:
         """Let go of the files. What no view needs is unmapped now, the rest with the last view."""
         self._maps = None
+        for handle in self._handles:
+            handle.close()
 
     def __enter__(self) -> Self:
         return self
@@ -146,6 +196,7 @@ class GGUFFile:
 
 class _Shard(NamedTuple):
     path: Path
+    handle: FileIO
     mapped: mmap.mmap
     version: int
     metadata: Metadata
@@ -164,9 +215,8 @@ class _Entry(NamedTuple):
 
 
 def _read_shard(path: Path, number: int, undo: ExitStack) -> _Shard:
-    """Map a file, leave in `undo` how to unmap it, and read all that precedes the data."""
-    mapped = _map(path)
-    undo.callback(mapped.close)
+    """Map a file, leave in `undo` how to close it, and read all that precedes the data."""
+    handle, mapped = _map(path, undo)
     cursor = Cursor(path, mapped)
     version = _read_version(cursor)
     tensor_count = cursor.count("tensors", _ENTRY_BYTES, MAX_TENSORS)
@@ -176,10 +226,10 @@ def _read_shard(path: Path, number: int, undo: ExitStack) -> _Shard:
     data_start = _round_up(cursor.position, alignment)
     tensors = [_place(cursor, entry, alignment, data_start, number) for entry in entries]
     _check_tiling(cursor, entries, tensors, alignment, data_start)
-    return _Shard(path, mapped, version, metadata, tensors)
+    return _Shard(path, handle, mapped, version, metadata, tensors)
 
 
-def _map(path: Path) -> mmap.mmap:
+def _map(path: Path, undo: ExitStack) -> tuple[FileIO, mmap.mmap]:
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
@@ -188,11 +238,13 @@ def _map(path: Path) -> mmap.mmap:
             raise FileFormatError(
                 path, None, "is not a regular file and cannot be mapped", hint="save it to disk"
             )
-        with open(path, "rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            if size_bytes == 0:
-                raise FileFormatError(path, 0, "is empty (0 bytes)", hint=DAMAGED)
-            return mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ)
+        handle = undo.enter_context(open(path, "rb", buffering=0))  # noqa: SIM115 - `undo` closes
+        size_bytes = os.fstat(handle.fileno()).st_size
+        if size_bytes == 0:
+            raise FileFormatError(path, 0, "is empty (0 bytes)", hint=DAMAGED)
+        mapped = mmap.mmap(handle.fileno(), size_bytes, access=mmap.ACCESS_READ)
+        undo.callback(mapped.close)
+        return handle, mapped
     except FileNotFoundError:
         raise FileFormatError(path, None, "does not exist", hint="check the path") from None
     except PermissionError:
@@ -367,6 +419,8 @@ def _open_shards(path: Path, undo: ExitStack) -> list[_Shard]:
             f"does not exist; {len(missing)} of the {count} shards of this model are missing",
             hint=f"put all {count} into the directory of {path.name}",
         )
+    if index:  # read again in its turn, for its tensors do not say yet which shard they are in
+        named.handle.close()
     shards = [
         named if number == index == 0 else _read_shard(shard, number, undo)
         for number, shard in enumerate(paths)

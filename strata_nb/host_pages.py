@@ -9,6 +9,7 @@ portable.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -22,6 +23,7 @@ if sys.platform != "linux":  # before the first name that only Linux has
     )
 
 PAGE_BYTES = mmap.PAGESIZE
+LARGE_PAGE_BYTES = 2 << 20  # on x86-64; elsewhere an alignment that does no harm
 
 _MAP_FIXED = 0x10  # the values that Python's mmap module does not name, from <linux/mman.h>
 _MAP_NORESERVE = 0x4000
@@ -38,6 +40,7 @@ for _name, _result, _arguments in (
     ("mmap", _address, (_address, _size, _flags, _flags, ctypes.c_int, _offset)),
     ("munmap", ctypes.c_int, (_address, _size)),
     ("mprotect", ctypes.c_int, (_address, _size, _flags)),
+    ("madvise", ctypes.c_int, (_address, _size, _flags)),
     ("memset", _address, (_address, ctypes.c_int, _size)),
     ("memcpy", _address, (_address, _address, _size)),
 ):
@@ -63,6 +66,17 @@ def allocate(size: int) -> int:
 def give_back(address: int, size: int) -> None:
     """End a reservation or an allocation."""
     _check(_libc.munmap(address, size))
+
+
+def advise_large(address: int, size: int) -> None:
+    """Let memory that was not touched yet come in large pages, where the system has them.
+
+    Weights are read from end to end, gigabytes for each token: with pages of 4 KiB a good part of
+    the time goes into looking up addresses. A kernel without large pages says EINVAL: then they
+    stay small, which is slower and not wrong.
+    """
+    if _libc.madvise(address, size, mmap.MADV_HUGEPAGE) != 0 and ctypes.get_errno() != errno.EINVAL:
+        _check(-1)
 
 
 def place(address: int, size: int, file: int, offset: int) -> None:

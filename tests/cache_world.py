@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from strata_nb.addresses import memory_view
 from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.experts import ExpertArena, HostArena
-from strata_nb.cache.kv import KVCache, StoredHeads, memory_view
+from strata_nb.cache.kv import KVCache, StoredHeads
 from strata_nb.cache.kv_layout import HeadPlane, KVLayout
 from strata_nb.cache.plan import Needs, Plan, plan_device
 from strata_nb.cache.slots import SlotLayout, host_offsets

@@ -14,9 +14,10 @@ from driver_contract import held_stream
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strata_nb.addresses import memory_view
 from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.experts import ExpertArena, HostArena
-from strata_nb.cache.kv import KVCache, memory_view
+from strata_nb.cache.kv import KVCache
 from strata_nb.cache.plan import Holdings, Needs, plan_capacity, plan_device
 from strata_nb.cache.slots import SlotLayout, host_offsets, slot_budget
 from strata_nb.errors import (

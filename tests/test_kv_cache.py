@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from strata_nb.cache.kv import KVCache, StoredHeads, memory_view
+from strata_nb.addresses import memory_view
+from strata_nb.cache.kv import KVCache, StoredHeads
 from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout, Part, blocks_for
 from strata_nb.cache.plan import Holdings
 from strata_nb.errors import ConfigError, DriverError, OutOfDeviceMemory, RuleViolation

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from strata_nb.addresses import memory_view
 from strata_nb.cache.kv_layout import BLOCK_CELLS, KVLayout, Part, blocks_for
 from strata_nb.errors import ConfigError, OutOfDeviceMemory, RuleViolation
 from strata_nb.execution import ExecutionDriver
@@ -312,15 +313,3 @@ class KVCache:
                 )
             )
         return views
-
-
-def memory_view(address: int, size: int) -> npt.NDArray[np.uint8]:
-    """Return the bytes at an address that the host can read and write; valid while it is mapped."""
-    return np.asarray(
-        _Memory({"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3})
-    )
-
-
-@dataclass(frozen=True)
-class _Memory:
-    __array_interface__: dict[str, Any]

@@ -1,0 +1,361 @@
+"""Bring the tensors of a file, packed, to where kernels read them.
+
+    DenseWeights    what every token needs: one allocation on a device
+    HostExperts     the blobs of all experts: one arena of host memory that every device can read
+
+    file --read--> buffer of a worker --pack--> place in the arena
+                                      --pack--> staging --copy--> place on the device
+
+The work is cut into pieces of whole groups of rows; worker threads take them in the order of the
+file. The file is read, not mapped: a page fault for each 4 KiB costs more than a copy that stays in
+the core's cache. Memory is touched first where it is packed, by all workers together.
+
+The system keeps what was read of a file in memory, and a second start is much faster for it. Where
+the file does not fit beside its packed copy, the workers let it go piece by piece (`keep_cached`,
+`cache_fits`): else the system would look for victims while it loads, and might swap.
+
+Whatever ends a load half way, an error in a worker or Ctrl-C, stops all workers after their piece
+and leaves nothing allocated, registered or mapped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from strata_nb import cpu
+from strata_nb import host_pages as pages
+from strata_nb.cache.experts import HostArena
+from strata_nb.cache.slots import BLOB_ALIGNMENT
+from strata_nb.errors import ConfigError, OutOfDeviceMemory
+from strata_nb.execution import ExecutionDriver
+from strata_nb.formats import TensorType, row_bytes
+from strata_nb.gguf import GGUFFile
+from strata_nb.loading_pieces import (
+    Piece,
+    Progress,
+    carry_out,
+    cut,
+    is_vector,
+    row_values,
+    to_device,
+    to_host,
+)
+
+ALIGNMENT = BLOB_ALIGNMENT  # bytes; of each tensor on the device and each part of a blob
+BLOCK_BYTES = 1 << 30  # of the arena, registered by one call each
+
+# -- what is where ---------------------------------------------------------------------------------
+
+
+class PackedTensor(NamedTuple):
+    """Say where a tensor is: a vector as float32 (values,), or packed rows (outputs, values)."""
+
+    address: int
+    kind: TensorType
+    shape: tuple[int, ...]
+
+
+class ExpertPart(NamedTuple):
+    """Say where in the blobs of a layer a matrix (outputs, values) is, packed."""
+
+    offset: int
+    kind: TensorType
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Say how the experts of a file lie in host memory.
+
+    experts      of each layer
+    blob_bytes   of one expert of each layer, a multiple of 256
+    parts        of each layer: its matrices by the caller's names
+    offsets      int64 (layers, experts): of each blob in the arena
+    blocks       (offset, bytes) of what is registered by one call: whole blobs, and no page twice
+    size_bytes   of the arena
+    """
+
+    experts: int
+    blob_bytes: tuple[int, ...]
+    parts: tuple[dict[str, ExpertPart], ...]
+    offsets: npt.NDArray[np.int64]
+    blocks: tuple[tuple[int, int], ...]
+    size_bytes: int
+
+
+def dense_bytes(file: GGUFFile, names: Iterable[str]) -> int:
+    """Return what `load_dense` will allocate for these tensors."""
+    return _place_dense(file, names)[1]
+
+
+def expert_layout(
+    file: GGUFFile, layers: Sequence[Mapping[str, str]], *, block_bytes: int = BLOCK_BYTES
+) -> ExpertLayout:
+    """Lay out the experts of a file; nothing is read.
+
+    layers        for each layer with experts: by the name of a part (gate, up, down), the tensor
+                  (experts, outputs, values) that holds this part of all its experts
+    block_bytes   what a block of the arena should not exceed; a larger blob is a block by itself
+    """
+    counts = {file.tensors[name].shape[0] for layer in layers for name in layer.values()}
+    if len(counts) != 1:  # `models.describe` checked them
+        raise AssertionError(f"stacks of {sorted(counts)} experts")
+    (experts,) = counts
+    parts: list[dict[str, ExpertPart]] = []
+    blob_bytes: list[int] = []
+    for layer in layers:
+        parts.append({})
+        size = 0
+        for part, name in layer.items():
+            tensor = file.tensors[name]
+            _, outputs, values = tensor.shape
+            parts[-1][part] = ExpertPart(size, tensor.type, (outputs, values))
+            size += _round_up(outputs * row_bytes(tensor.type, values), ALIGNMENT)
+        blob_bytes.append(size)
+    offsets, blocks = _cut_arena(blob_bytes, experts, block_bytes)
+    size_bytes = sum(blocks[-1])
+    return ExpertLayout(
+        experts, tuple(blob_bytes), tuple(parts), offsets, tuple(blocks), size_bytes
+    )
+
+
+def _place_dense(file: GGUFFile, names: Iterable[str]) -> tuple[dict[str, PackedTensor], int]:
+    """Return the tensors, with offsets for addresses, and the bytes of all."""
+    placed: dict[str, PackedTensor] = {}
+    end = 0
+    for name in names:
+        tensor = file.tensors[name]
+        kind: TensorType
+        shape: tuple[int, ...]
+        if is_vector(tensor):
+            kind, shape = TensorType.F32, (row_values(tensor),)
+            size = 4 * row_values(tensor)
+        else:
+            kind, shape, size = tensor.type, tensor.shape, tensor.size_bytes
+            if len(shape) != 2:  # `models.describe` checked it
+                raise AssertionError(f"{name} {shape} is no matrix")
+        placed[name] = PackedTensor(end, kind, shape)
+        end += _round_up(size, ALIGNMENT)
+    return placed, end
+
+
+def _cut_arena(
+    blob_bytes: Sequence[int], experts: int, block_bytes: int
+) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
+    """Return offsets (layers, experts) of blobs one behind the other, and blocks (offset, bytes).
+
+    A block begins on a page of its own: drivers refuse to register a page twice.
+    """
+    offsets = np.empty((len(blob_bytes), experts), np.int64)
+    blocks: list[tuple[int, int]] = []
+    start = end = 0
+    for layer, size in enumerate(blob_bytes):
+        for expert in range(experts):
+            if end > start and end + size - start > block_bytes:
+                blocks.append((start, end - start))
+                start = end = _round_up(end, pages.PAGE_BYTES)
+            offsets[layer, expert] = end
+            end += size
+    return offsets, [*blocks, (start, end - start)]
+
+
+# -- what may be loaded ----------------------------------------------------------------------------
+
+
+def check_memory(
+    needs: Mapping[str, int],
+    *,
+    limit_bytes: int | None = None,
+    available_bytes: int | None = None,
+) -> list[str]:
+    """Refuse what cannot fit into host memory; return warnings about what hardly will.
+
+    needs             bytes for each thing, by its name for people
+    limit_bytes       of the machine or container; None: ask the system
+    available_bytes   that are free now; None: ask the system. Less than needed is a warning only:
+                      some machines get more memory when it is used
+
+    ConfigError with the sum where the needs exceed the limit.
+    """
+    limit = cpu.memory_limit_bytes() if limit_bytes is None else limit_bytes
+    available = cpu.available_memory_bytes() if available_bytes is None else available_bytes
+    needed = sum(needs.values())
+    if needed > limit:
+        lines = [f"{size:18,}  {name}" for name, size in needs.items() if size]
+        raise ConfigError(
+            "\n".join(
+                [
+                    "the model does not fit into host memory, in bytes:",
+                    *lines,
+                    f"{needed:18,}  needed",
+                    f"{limit:18,}  in this machine or container",
+                    f"{needed - limit:18,}  missing",
+                ]
+            ),
+            hint="a smaller quantisation of the model, or more memory",
+        )
+    if needed > available:
+        return [
+            f"{needed:,} bytes of host memory are needed and {available:,} are free now: "
+            "loading may be slow, or the system may end this process"
+        ]
+    return []
+
+
+def cache_fits(file: GGUFFile, needed_bytes: int, *, available_bytes: int | None = None) -> bool:
+    """Return whether the system can keep the file in memory beside what is loaded from it."""
+    available = cpu.available_memory_bytes() if available_bytes is None else available_bytes
+    return needed_bytes + file.size_bytes <= available
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+class _Loaded:
+    """Own memory: `close` may be called twice."""
+
+    def __init__(self, resources: ExitStack) -> None:
+        self._resources = resources
+        self._closed = False
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            warnings.warn("loaded weights were never closed", ResourceWarning, stacklevel=1)
+            self.close()
+
+    def close(self) -> None:
+        """Free the memory; no work that reads it may be running or be started."""
+        self._closed = True
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class DenseWeights(_Loaded):
+    """Own the dense weights of a model on one device: `tensors` by their names in the file."""
+
+    def __init__(
+        self, tensors: Mapping[str, PackedTensor], size_bytes: int, resources: ExitStack
+    ) -> None:
+        super().__init__(resources)
+        self.tensors = tensors
+        self.size_bytes = size_bytes
+
+
+class HostExperts(_Loaded):
+    """Own the blobs of all experts: `arena` says where each is, `layout` what is in it."""
+
+    def __init__(self, layout: ExpertLayout, arena: HostArena, resources: ExitStack) -> None:
+        super().__init__(resources)
+        self.layout = layout
+        self.arena = arena
+
+
+def load_dense(
+    file: GGUFFile,
+    names: Sequence[str],
+    driver: ExecutionDriver,
+    device: int,
+    *,
+    threads: int,
+    keep_cached: bool,
+    progress: Progress,
+) -> DenseWeights:
+    """Load matrices and vectors into one allocation of a device.
+
+    Each tensor begins at a multiple of 256 bytes. Matrices are packed. A vector (a tensor whose
+    dimensions but the last are 1) becomes float32, of whatever type it is, since kernels take no
+    other.
+
+    FileFormatError where the file ends early or cannot be read; OutOfDeviceMemory.
+    """
+    offsets, size = _place_dense(file, names)
+    with ExitStack() as undo:
+        address = driver.allocate(size, device)
+        undo.callback(driver.free, address)
+        tensors = {
+            name: PackedTensor(address + offset, kind, shape)
+            for name, (offset, kind, shape) in offsets.items()
+        }
+        pieces = [
+            piece
+            for name, placed in tensors.items()
+            for piece in cut(file.tensors[name], 0, placed.address)
+        ]
+        with ExitStack() as work:
+            staging = max((piece.target_bytes for piece in pieces), default=0)
+            deliver = [to_device(driver, device, staging, work) for _ in range(threads)]
+            carry_out(file, pieces, deliver, keep_cached, progress)
+        return DenseWeights(tensors, size, undo.pop_all())
+
+
+def load_experts(
+    file: GGUFFile,
+    layers: Sequence[Mapping[str, str]],
+    layout: ExpertLayout,
+    driver: ExecutionDriver,
+    *,
+    threads: int,
+    keep_cached: bool,
+    progress: Progress,
+) -> HostExperts:
+    """Load all experts into an arena of host memory, registered with the driver.
+
+    `layout` is what `expert_layout` gave for `layers`. Errors as in `load_dense`, OutOfDeviceMemory
+    where the system refuses the memory.
+    """
+    with ExitStack() as undo:
+        address = _map_arena(layout.size_bytes, undo)
+        pieces: list[Piece] = []
+        for number, layer in enumerate(layers):
+            for part, name in layer.items():
+                inside = layout.parts[number][part].offset
+                for expert, offset in enumerate(layout.offsets[number].tolist()):
+                    pieces += cut(file.tensors[name], expert, address + offset + inside)
+        carry_out(file, pieces, [to_host] * threads, keep_cached, progress)
+        # After the memory was touched: a driver would touch it all in one thread.
+        for offset, size in layout.blocks:
+            driver.register_host(address + offset, size)
+            undo.callback(driver.unregister_host, address + offset)
+        arena = HostArena(address, layout.size_bytes, layout.offsets)
+        return HostExperts(layout, arena, undo.pop_all())
+
+
+def _map_arena(size: int, undo: ExitStack) -> int:
+    """Return the address of `size` bytes that begin on a large page; leave in `undo` how to end."""
+    whole = size + pages.LARGE_PAGE_BYTES  # what lies before and behind is never touched
+    try:
+        start = pages.allocate(whole)
+        undo.callback(pages.give_back, start, whole)
+        address = _round_up(start, pages.LARGE_PAGE_BYTES)
+        pages.advise_large(address, size)
+    except pages.PagesError as error:
+        raise OutOfDeviceMemory(
+            "map host memory for experts",
+            error.errno or 0,
+            error.strerror or "system call failed",
+            numbers={"bytes": whole, "available": cpu.available_memory_bytes()},
+            hint="end other programs, or raise the limit of this one (ulimit -v)",
+        ) from error
+    return address
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

@@ -1,0 +1,177 @@
+"""Read pieces of a file's tensors with several threads and put them, packed, where they belong."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from strata_nb.addresses import memory_view
+from strata_nb.execution import ExecutionDriver
+from strata_nb.formats import dequantise, row_bytes
+from strata_nb.gguf import GGUFFile, TensorInfo
+from strata_nb.packing import GROUP_ROWS, pack
+
+PIECE_BYTES = 1 << 20  # read and packed at a time: a worker's buffer stays in its core's cache
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Progress:
+    """Count the bytes of a file that were loaded, over several loads.
+
+    total_bytes   of all of them
+    report        is called with (done, total) after each piece, on the thread that called the load;
+                  what it raises ends the load
+    """
+
+    def __init__(
+        self, total_bytes: int, report: Callable[[int, int], object] | None = None
+    ) -> None:
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self._report = report
+
+    def add(self, size: int) -> None:
+        self.done_bytes += size
+        if self._report is not None:
+            self._report(self.done_bytes, self.total_bytes)
+
+
+class Piece(NamedTuple):
+    """Some rows of a tensor: `size_bytes` from byte `start` on, and the address they go to."""
+
+    tensor: TensorInfo
+    start: int
+    size_bytes: int
+    rows: int
+    target: int
+    target_bytes: int
+
+
+Deliver = Callable[[Piece, Bytes], None]  # with the bytes of the file
+
+
+def cut(tensor: TensorInfo, matrix: int, target: int) -> Iterator[Piece]:
+    """Yield the pieces of a vector, a matrix, or one matrix of a stack, in their order."""
+    if is_vector(tensor):
+        yield Piece(tensor, 0, tensor.size_bytes, 1, target, 4 * row_values(tensor))
+        return
+    outputs, values = tensor.shape[-2:]
+    row = row_bytes(tensor.type, values)
+    start = matrix * outputs * row
+    step = max(1, PIECE_BYTES // (row * GROUP_ROWS)) * GROUP_ROWS
+    for first in range(0, outputs, step):
+        rows = min(step, outputs - first)
+        place = target + first * row
+        yield Piece(tensor, start + first * row, rows * row, rows, place, rows * row)
+
+
+def convert(piece: Piece, raw: Bytes, address: int) -> None:
+    """Write the piece as kernels read it."""
+    out, values = memory_view(address, piece.target_bytes), row_values(piece.tensor)
+    if is_vector(piece.tensor):
+        dequantise(piece.tensor.type, raw, out.view(np.float32))
+    else:
+        pack(piece.tensor.type, raw, piece.rows, values, out)
+
+
+def to_host(piece: Piece, raw: Bytes) -> None:
+    convert(piece, raw, piece.target)
+
+
+def to_device(driver: ExecutionDriver, device: int, size: int, work: ExitStack) -> Deliver:
+    """Return how one worker brings pieces of at most `size` bytes to a device."""
+    staging = driver.allocate_host(size)
+    work.callback(driver.free_host, staging)
+    stream = driver.stream_create(device)
+    work.callback(driver.stream_destroy, stream)
+
+    def deliver(piece: Piece, raw: Bytes) -> None:
+        convert(piece, raw, staging)
+        driver.copy_async(piece.target, staging, piece.target_bytes, stream)
+        driver.stream_synchronize(stream)
+
+    return deliver
+
+
+def carry_out(
+    file: GGUFFile,
+    pieces: Sequence[Piece],
+    deliver: Sequence[Deliver],
+    keep_cached: bool,
+    progress: Progress,
+) -> None:
+    """Read and deliver all pieces, with one worker thread for each of `deliver`."""
+    in_file_order = iter(
+        sorted(pieces, key=lambda piece: (piece.tensor.shard, piece.tensor.offset + piece.start))
+    )
+    taking = threading.Lock()
+    stop = threading.Event()
+    done: queue.SimpleQueue[int | None] = (
+        queue.SimpleQueue()
+    )  # bytes of a piece; None: a worker ended
+    largest = max((piece.size_bytes for piece in pieces), default=0)
+
+    def work(deliver: Deliver) -> None:
+        buffer = np.empty(largest, np.uint8)
+        try:
+            while not stop.is_set():
+                with taking:
+                    piece = next(in_file_order, None)
+                if piece is None:
+                    break
+                raw = buffer[: piece.size_bytes]
+                file.read_into(raw, piece.tensor.name, piece.start)
+                if not keep_cached:
+                    file.forget_cached(piece.tensor.name, piece.start, piece.size_bytes)
+                deliver(piece, raw)
+                done.put(piece.size_bytes)
+        finally:
+            stop.set()
+            done.put(None)
+
+    pool = ThreadPoolExecutor(len(deliver), "loading")
+    try:
+        workers = [pool.submit(work, each) for each in deliver]
+        running = len(workers)
+        while running:
+            size = done.get()
+            if size is None:
+                running -= 1
+            else:
+                progress.add(size)
+    finally:
+        stop.set()
+        _join(pool)
+    for worker in workers:
+        worker.result()
+
+
+def _join(pool: ThreadPoolExecutor) -> None:
+    """Wait until no worker runs: what they write to is freed next, so Ctrl-C must wait too."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            pool.shutdown()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+def is_vector(tensor: TensorInfo) -> bool:
+    return prod(tensor.shape[:-1]) == 1
+
+
+def row_values(tensor: TensorInfo) -> int:
+    """Return the length of a row."""
+    return tensor.shape[-1] if tensor.shape else 1
