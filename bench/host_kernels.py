@@ -21,7 +21,6 @@ on values. A run over all types also writes bench/results/host_kernels.json.
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import sys
 import threading
@@ -38,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from random_blocks import random_blocks
 from results import write_result
 
+from strata_nb import cpu
 from strata_nb.compiling import compiled
 from strata_nb.formats import TensorType, block_layout
 from strata_nb.kernels.host import activations, prompt, window
@@ -73,7 +73,7 @@ def main() -> None:
         prompt=int(arguments["--prompt"] or 256),
         repeats=int(arguments["--repeats"] or 5),
     )
-    print(f"{processor()}, load {os.getloadavg()[0]:.1f}, {PATH.value}")
+    print(f"{cpu.processor_name()}, load {os.getloadavg()[0]:.1f}, {PATH.value}")
     print("type        GB/s of weights (share of plain read)      GFLOP/s of a prompt")
     print("            1 thread         2 threads                 1 thread   2 threads")
     table: dict[str, Any] = {}
@@ -100,13 +100,6 @@ def main() -> None:
 
 def kernel_types() -> list[TensorType]:
     return sorted(PACKED)
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 class Bench:

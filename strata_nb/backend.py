@@ -33,6 +33,7 @@ class Backend(Protocol):
     driver, device   what moves memory, and which of its devices runs
     has_slots   whether experts are copied to the device; else they are read where the host has them
     threads     that load, and that compute where the host computes
+    warnings    for the user, one line each
     """
 
     @property
@@ -50,6 +51,9 @@ class Backend(Protocol):
     @property
     def threads(self) -> int: ...
 
+    @property
+    def warnings(self) -> Sequence[str]: ...
+
     def packed_row_bytes(self, values: int) -> int:
         """Return the bytes of a quantised row of activations."""
 
@@ -64,7 +68,7 @@ class Backend(Protocol):
 
 
 class HostBackend:
-    """Run programs in threads of this process, on the first of the devices that `text` describes."""
+    """Run programs in threads of this process, on the first device that `text` describes."""
 
     device = 0
 
@@ -73,6 +77,11 @@ class HostBackend:
         self.name = text
         self.has_slots = text != "host"
         self.threads = threads
+        self.warnings = (
+            [f"{len(devices) - 1} of {len(devices)} devices are idle: a model runs on the first"]
+            if len(devices) > 1
+            else []
+        )
         self._spaces: list[WorkSpace] = []
         with ExitStack() as undo:
             self.driver = HostDriver(devices)

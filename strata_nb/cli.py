@@ -37,19 +37,30 @@ Commands:
   tokenize    show how a text is cut into tokens
   info        show what is in a model file and what would fit where
   perplexity  measure how well a model predicts a text, or compare two runs
+  devices     show on what models can run here
 """
 
 _MODEL = """\
   -m FILE, --model FILE        the model: a GGUF file (of a split one, any shard)"""
 
 _DEVICE = """\
-  --device NAME                reference: float32 on the CPU (the only one so far); auto (default)
-  -c N, --ctx-size N           cells of the K/V cache (default: the model's, at most 8192)
-  -t N, --threads N            compute threads (default: physical cores within affinity and quota,
-                               1 for a single token)
+  --device TEXT                host (default): this machine; host:1x64MiB: a small device made of
+                               its memory, with slots for experts; reference: the float32 judge
+  -c N, --ctx-size N           cells of the K/V cache (default: {context})
+  -t N, --threads N            compute threads (default: physical cores within affinity and quota)
   --prefill N                  rows of a prompt batch, or auto (default auto: 512)
-  --ctk TYPE, --cache-type-k TYPE  how keys are stored: f32, f16 or int8 (default f32)
-  --ctv TYPE, --cache-type-v TYPE  how values are stored (default f32)"""
+  --ctk TYPE, --cache-type-k TYPE  how keys are stored: f32, f16 or int8 (default f16)
+  --ctv TYPE, --cache-type-v TYPE  how values are stored (default f16)
+  --expert-cache SIZE          expert slots, on a device that has them: auto (the default:
+                               all that there is room for), a number, N% of all, NMiB or NGiB
+  --vram-reserve-mib N         MiB of the device that stay free for others (default 0)
+  --expert-profile FILE        fill the slots at the start in the order of this file
+  --expert-profile-save FILE   write which experts were used most, for the next start
+  --routing-trace FILE         write each token's experts: int16 .npy (tokens, layers, top-k)
+  --deterministic              the same bits whatever budget, batch and threads are (on the host
+                               they always are the same)"""
+_DEVICE_OF_A_TEXT = _DEVICE.format(context="the model's, at most 8192")
+_DEVICE_OF_CHUNKS = _DEVICE.format(context="512, which is a chunk of the text")
 
 _SAMPLING = """\
   --temp X                     temperature; 0 takes the most likely token (default 0.8)
@@ -91,7 +102,7 @@ Options:
   --stop TEXT                  end before TEXT appears; may be given several times
   --ignore-eos                 never end at the model's own end; the repeat guard is off too
 {_SAMPLING}
-{_DEVICE}
+{_DEVICE_OF_A_TEXT}
 {_OUTPUT}
 """
 
@@ -109,7 +120,7 @@ Options:
   --stop TEXT                  end an answer before TEXT appears; may be given several times
   --ignore-eos                 never end at the model's own end; the repeat guard is off too
 {_SAMPLING}
-{_DEVICE}
+{_DEVICE_OF_A_TEXT}
 {_OUTPUT}
 """
 
@@ -160,13 +171,19 @@ Options:
   --save-logits FILE           write the logits of this run to FILE, for --kl-base of another run
   --kl-base FILE               compare with the run that wrote FILE: KL divergence, best tokens
   --chunks N                   read at most N chunks (default: all)
-  -c N, --ctx-size N           tokens of a chunk (default 512)
-  --device NAME                reference: float32 on the CPU (the only one so far); auto (default)
-  -t N, --threads N            compute threads (default: physical cores within affinity and quota)
-  --prefill N                  rows of a prompt batch, or auto (default auto: 512)
-  --ctk TYPE, --cache-type-k TYPE  how keys are stored: f32, f16 or int8 (default f32)
-  --ctv TYPE, --cache-type-v TYPE  how values are stored (default f32)
+{_DEVICE_OF_CHUNKS}
 {_OUTPUT}
+"""
+
+DEVICES_USAGE = """\
+Show on what models can run here.
+
+Usage:
+  strata_nb devices [options]
+
+Options:
+  --device TEXT                show this device only
+  -h, --help                   show this text
 """
 
 USAGE = {
@@ -175,6 +192,7 @@ USAGE = {
     "tokenize": TOKENIZE_USAGE,
     "info": INFO_USAGE,
     "perplexity": PERPLEXITY_USAGE,
+    "devices": DEVICES_USAGE,
 }
 
 

@@ -28,6 +28,14 @@ def physical_cores(*, proc: Path = PROC, sys: Path = SYS) -> int:
     return max(1, min([len(cores), *(math.ceil(quota) for quota in _quotas(proc, sys))]))
 
 
+def processor_name(*, proc: Path = PROC) -> str:
+    """Return the name of the processor for people."""
+    for line in _read(proc / "cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return os.uname().machine
+
+
 def available_memory_bytes(*, proc: Path = PROC, sys: Path = SYS) -> int:
     """Return how much memory this process can still take without swapping, 0 or more.
 

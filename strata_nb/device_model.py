@@ -13,6 +13,7 @@ logits. What changes between steps are tables that the programs read.
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb import cpu, loading, models
+from strata_nb import loading, models
 from strata_nb.addresses import memory_view
 from strata_nb.backend import Backend
 from strata_nb.cache.capacity import Ledger
@@ -36,7 +37,8 @@ from strata_nb.errors import ConfigError
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
-from strata_nb.models.description import Description, bytes_text
+from strata_nb.loading_pieces import Progress
+from strata_nb.models.description import Description
 from strata_nb.models.emitting import Buffers, ExpertPlaces, KVPlaces, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options
@@ -120,7 +122,7 @@ class DeviceModel:
 
         keep = loading.cache_fits(file, file.size_bytes)
         total = sum(info.size_bytes for info in file.tensors.values())
-        load = loading.Progress(total, progress)
+        load = Progress(total, progress)
         weights = loading.load_dense(
             file,
             sizes.dense,
@@ -159,9 +161,7 @@ class DeviceModel:
 
         base = driver.allocate(buffer_bytes, device)
         undo.callback(driver.free, base)
-        emitted, _ = self._emit(
-            sizes, weights.tensors, Buffers(base), base, ctx_size, options
-        )
+        emitted, _ = self._emit(sizes, weights.tensors, Buffers(base), base, ctx_size, options)
         self._programs = emitted
         self._body, self._head = backend.prepare([emitted.body, emitted.head])
         _write_rope_table(file, model, base, ctx_size)
@@ -199,9 +199,15 @@ class DeviceModel:
                 experts.append(ExpertPlaces(0, 0, 0, 0, parts))
                 continue
             arena = self.arena
-            tables = (arena.expert_address, arena.expert_tier, arena.use)
-            rows = [table[layer].ctypes.data for table in tables]
-            experts.append(ExpertPlaces(*rows, arena.tally.ctypes.data, parts))
+            experts.append(
+                ExpertPlaces(
+                    arena.expert_address[layer].ctypes.data,
+                    arena.expert_tier[layer].ctypes.data,
+                    arena.use[layer].ctypes.data,
+                    arena.tally.ctypes.data,
+                    parts,
+                )
+            )
         programs = models.emit_programs(
             model,
             Places(tensors, experts, kv, rope),
@@ -322,11 +328,11 @@ class DeviceModel:
         hits, misses = self.arena.tally.tolist()
         return Report((device,), hits, misses)
 
-    def save_profile(self, path: str) -> None:
+    def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""
         save_profile(path, rank_by_use(self.arena.use, self._prior))
 
-    def save_trace(self, path: str) -> None:
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the routes of all steps so far."""
         if self._trace is None:
             raise AssertionError("no trace was asked for")
@@ -410,9 +416,7 @@ def _unplaced(file: GGUFFile, names: Sequence[str]) -> dict[str, loading.PackedT
     }
 
 
-def _host_needs(
-    file: GGUFFile, sizes: _Sizes, needs: Needs, has_slots: bool
-) -> dict[str, int]:
+def _host_needs(file: GGUFFile, sizes: _Sizes, needs: Needs, has_slots: bool) -> dict[str, int]:
     """Return what host memory must hold, for people and by bytes."""
     host = {"experts": sizes.experts.size_bytes if sizes.experts is not None else 0}
     if not has_slots:

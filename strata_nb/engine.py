@@ -1,263 +1,62 @@
 """Assembly: the one place where a file, its tokenizer, its model and a device meet.
 
-    Engine        a model that is open on a device
-    Session       a conversation: the tokens so far and their K/V
-    Generation    the tokens that a session writes, one after the other
-
-An engine owns the file and its weights, a session owns its K/V; closing an engine frees the
-weights and ends its sessions. Only the reference device exists so far: the float32 forward of
-`models`, which stays as the judge of everything faster.
+An engine owns the file and the model that runs on a device; closing it frees them and ends its
+sessions. A device is either the judge, the float32 forward of `models`, or a backend's.
 """
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from threadpoolctl import ThreadpoolController
 
 from strata_nb import cpu, models
-from strata_nb.errors import ConfigError, StrataError
+from strata_nb.errors import ConfigError
 from strata_nb.gguf import GGUFFile
-from strata_nb.options import DEFAULT_CONTEXT_LIMIT, DEFAULT_PREFILL_ROWS, Options, Sampling
-from strata_nb.sampling import RepeatGuard, StopStrings, sample, uniform
+from strata_nb.options import (
+    DEFAULT_CONTEXT_LIMIT,
+    DEFAULT_PREFILL_ROWS,
+    REFERENCE,
+    Options,
+    Sampling,
+)
+from strata_nb.session import Generation, Session, Token
+from strata_nb.steps import DeviceReport, ReferenceSteps, Row, StepModel, closed_error
 from strata_nb.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from strata_nb.models import Description, Progress, ReferenceModel, ReferenceState
+    from strata_nb.device_model import DeviceModel
+    from strata_nb.models import Description, Progress
 
-Finish = Literal["end", "length", "stop", "repeat", "context"]
+__all__ = ["Engine", "Generation", "Report", "Session", "Token"]
+
+LEAST_ROWS = 8  # of a step, whatever the prompt batch: a drafted window has as many
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
-    """Hold one generated token: its id, and the text that became certain with it.
+class Report:
+    """Describe where an open model is and how its experts were found.
 
-    The texts of a generation, joined, are its answer: a token in the middle of a character or of a
-    possible stop string has less text, a later one more. The model's own end token comes last.
+    devices           each with its own figures; none for the judge
+    slots, resident   expert slots of all devices, and how many hold an expert
+    hit_rate          share of the choices of experts that found a slot; None before the first
+    kv_cells          of K/V that there is memory for
+    bytes_by_owner    of the devices' memory
     """
 
-    id: int
-    text: str
-
-
-class Generation(Iterator[Token]):
-    """Write tokens after a session's last one; iterate to go on, stop iterating to stop.
-
-    finish          why it ended, once it has: "end" the model's own end token, "length" max_tokens,
-                    "stop" a stop string, "repeat" the repeat guard, "context" no cell is left
-    seed            of the random numbers, also where none was asked for; without effect on an
-                    answer that is not `random`, at temperature 0
-    generated       tokens so far
-    first_token_s   seconds from the start of the generation to the first token
-    decode_s        seconds from the first token to the latest
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        *,
-        max_tokens: int | None,
-        sampling: Sampling,
-        stop: Sequence[str] | None,
-        ignore_eos: bool,
-    ) -> None:
-        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 0):
-            raise ConfigError(
-                f"max_tokens {max_tokens}: not usable", hint="0 or more, None: until the model ends"
-            )
-        if isinstance(stop, str):
-            raise ConfigError(f"stop {stop!r}: not a list of texts", hint=f"give [{stop!r}]")
-        # 32 bits: readers of JSON round whole numbers from 2^53 on.
-        self.seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-        self.finish: Finish | None = None
-        self.generated = 0
-        self.first_token_s = 0.0
-        self.decode_s = 0.0
-        self._session = session
-        self.random = sampling.temperature > 0  # whether the seed makes a difference
-        self._sampling = replace(sampling, seed=self.seed)
-        self._left = max_tokens
-        self._position = session.position
-        self._stream = session.tokenizer.stream()
-        self._stops = StopStrings(stop or ())
-        self._ends = session.tokenizer.end_ids
-        self._banned = self._ends if ignore_eos else frozenset[int]()
-        self._guard = None if ignore_eos else RepeatGuard()
-        self._started = time.perf_counter()
-
-    def __next__(self) -> Token:
-        session = self._session
-        if self.finish is None:
-            if self._left == 0:
-                self.finish = "length"
-            elif session.position > session.ctx_size:
-                self.finish = "context"
-        if self.finish is not None:
-            raise StopIteration
-        if session.position != self._position:
-            raise StrataError(
-                f"the session went on to position {session.position} without this generation, "
-                f"which stands at {self._position}",
-                hint="start a new one: session.generate()",
-            )
-        logits = session.next_logits()
-        random = uniform(self.seed, 0, session.position)
-        token = sample(logits, session._ids, self._sampling, random, self._banned)
-        session._append(token)
-        self._count()
-        if token in self._ends:
-            self.finish = "end"
-            return Token(token, self._last_text(""))
-        text, stopped = self._stops.feed(self._stream.feed(token))
-        if stopped:
-            self.finish = "stop"
-            return Token(token, text)
-        if self._guard is not None and self._guard.feed(token):
-            self.finish = "repeat"
-        elif self._left == 0:
-            self.finish = "length"
-        elif session.position > session.ctx_size:
-            self.finish = "context"
-        return Token(token, self._last_text(text) if self.finish else text)
-
-    def _count(self) -> None:
-        now = time.perf_counter()
-        self.generated += 1
-        self._position += 1
-        if self.generated == 1:
-            self.first_token_s = now - self._started
-        self.decode_s = now - self._started - self.first_token_s
-        if self._left is not None:
-            self._left -= 1
-
-    def _last_text(self, text: str) -> str:
-        """Return `text` and what was held back, for nothing comes after it."""
-        more, _ = self._stops.feed(self._stream.flush())
-        more += self._stops.flush()
-        if self._stops.stopped:
-            self.finish = "stop"
-        return text + more
-
-
-class Session:
-    """Keep one conversation: its token ids, and the K/V of those that the model has read.
-
-    The latest tokens may not have been read yet: a token that was sampled is read when the next
-    one is asked for. One generation at a time may go on; an older one is refused.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._state = engine._new_state()
-        self._logits: npt.NDArray[np.float32] | None = None  # after the last token read
-        self._ids: list[int] = []
-
-    @property
-    def ids(self) -> list[int]:
-        """A copy of all tokens so far, read or not."""
-        return list(self._ids)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The engine's tokenizer."""
-        return self._engine.tokenizer
-
-    @property
-    def ctx_size(self) -> int:
-        """The number of tokens the K/V can hold."""
-        return self._engine.ctx_size
-
-    @property
-    def position(self) -> int:
-        """The number of tokens so far, which is the position of the next one."""
-        return len(self._ids)
-
-    def extend(self, ids: Sequence[int], progress: Progress | None = None) -> None:
-        """Add `ids` and read everything that has not been read yet.
-
-        Raises ConfigError, and adds nothing, where the context is too small for them. `progress` is
-        called with (tokens read, tokens to read).
-        """
-        self._engine._opened()
-        self._engine.description.check_ids(ids)
-        total = self.position + len(ids)
-        if total > self.ctx_size:
-            already = f" after {self.position} earlier tokens" if self.position else ""
-            raise ConfigError(
-                f"a prompt of {len(ids)} tokens{already} does not fit a context of "
-                f"{self.ctx_size} cells",
-                hint=f"give --ctx-size {total} or more, or a shorter prompt",
-            )
-        self._ids.extend(ids)
-        self._read(progress)
-
-    def next_logits(self) -> npt.NDArray[np.float32]:
-        """Return the logits (vocab,) of the token that comes next; do not change them."""
-        if not self._ids:
-            raise ConfigError(
-                "nothing to continue: the session holds no token",
-                hint="extend it with at least one token, such as the model's BOS",
-            )
-        if self._logits is None:  # after a rewind or an interrupt: the last token is read again
-            self._state.rewind(min(self._state.length, self.position - 1))
-        self._read(None)
-        if self._logits is None:
-            raise AssertionError("reading at least one token gives logits")
-        return self._logits
-
-    def rewind(self, position: int) -> int:
-        """Forget every token from `position` on and return the position reached."""
-        if not 0 <= position <= self.position:
-            raise ConfigError(
-                f"cannot rewind to {position}: the session holds {self.position} tokens",
-                hint=f"a position from 0 to {self.position}",
-            )
-        if position < self.position:
-            self._logits = None
-            del self._ids[position:]
-            self._state.rewind(min(self._state.length, position))
-        return position
-
-    def generate(
-        self,
-        *,
-        max_tokens: int | None = None,
-        sampling: Sampling | None = None,
-        stop: Sequence[str] | None = None,
-        ignore_eos: bool = False,
-    ) -> Generation:
-        """Return an iterator over the tokens that follow; max_tokens None: until the model ends."""
-        return Generation(
-            self,
-            max_tokens=max_tokens,
-            sampling=sampling or Sampling(),
-            stop=stop,
-            ignore_eos=ignore_eos,
-        )
-
-    def _append(self, token: int) -> None:
-        """Add one sampled token; it is read when the next logits are asked for."""
-        self._ids.append(token)
-
-    def _read(self, progress: Progress | None) -> None:
-        """Read what has not been read, in prompt batches."""
-        start, end = self._state.length, self.position
-        while self._state.length < end:
-            at = self._state.length
-            batch = self._ids[at : at + self._engine.prefill_rows]
-            # An interrupt may come between the cells that a forward adds and its logits.
-            self._logits = None
-            self._logits = self._engine._forward(batch, self._state, "last")[-1]
-            if progress is not None:
-                progress(self._state.length - start, end - start)
+    devices: tuple[DeviceReport, ...]
+    slots: int
+    resident: int
+    hit_rate: float | None
+    kv_cells: int
+    bytes_by_owner: dict[str, int]
 
 
 class Engine:
@@ -265,26 +64,24 @@ class Engine:
 
     description      of the model; `tokenizer` is its own
     chat_template    the text of the file's chat template, None where it has none
-    device, threads  where and with how many threads it computes; without `Options.threads` a single
-                     token takes one
+    device, threads  where and with how many threads it computes; on the judge a single token takes
+                     one without `Options.threads`
     ctx_size         cells of a session's K/V; `prefill_rows` of a prompt batch
     load_s           seconds that opening took
     warnings         one line each, for the user
     """
 
     def __init__(
-        self, options: Options, file: GGUFFile, progress: Progress | None, resources: ExitStack
+        self,
+        options: Options,
+        file: GGUFFile,
+        progress: Progress | None,
+        say: Callable[[str], None],
+        resources: ExitStack,
     ) -> None:
         started = time.perf_counter()
-        self.device = "reference"
+        self.device = "host" if options.device == "auto" else options.device
         self.threads = options.threads or cpu.physical_cores()
-        # A single row is bound by memory, and threads that wait for each other in every product
-        # lose far more on a busy machine than they win on an idle one.
-        self._row_threads = options.threads or 1
-        self._cache_types = (options.cache_type_k or "f32", options.cache_type_v or "f32")
-        self.prefill_rows = (
-            options.prefill if isinstance(options.prefill, int) else DEFAULT_PREFILL_ROWS
-        )
         self.description: Description = models.describe(file)
         self.tokenizer = Tokenizer.from_gguf(file)
         self.warnings = list(self.tokenizer.warnings)
@@ -297,23 +94,88 @@ class Engine:
                 f"a context of {self.ctx_size} cells is more than the {trained} tokens this model "
                 "was trained for: expect weaker text beyond them"
             )
-        model = models.open_reference(file, self.description, progress=progress)
-        self.warnings += model.warnings
-        self._model: ReferenceModel | None = model
-        self._blas = ThreadpoolController()
+        prefill = options.prefill if isinstance(options.prefill, int) else DEFAULT_PREFILL_ROWS
+        self.prefill_rows = min(prefill, self.ctx_size)
+        self._on_device: DeviceModel | None = None
+        self._model: StepModel
+        if self.device == REFERENCE:
+            self._model = self._open_judge(file, options, progress)
+        else:
+            self._model = self._on_device = self._open_device(
+                file, options, progress, say, resources
+            )
+        self.warnings += self._model.warnings
         self._resources = resources.pop_all()
+        self._resources.callback(self._model.close)
         self.load_s = time.perf_counter() - started
 
+    def _open_judge(
+        self, file: GGUFFile, options: Options, progress: Progress | None
+    ) -> ReferenceSteps:
+        for value, flag in (
+            (options.expert_profile, "--expert-profile"),
+            (options.expert_profile_save, "--expert-profile-save"),
+            (options.routing_trace, "--routing-trace"),
+            (None if options.expert_cache == "auto" else options.expert_cache, "--expert-cache"),
+            (options.vram_reserve_mib, "--vram-reserve-mib"),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"{flag} {value}: the reference device has no slots and counts no experts",
+                    hint="leave it out, or use another --device",
+                )
+        return ReferenceSteps(
+            models.open_reference(file, self.description, progress=progress),
+            self.ctx_size,
+            (options.cache_type_k or "f32", options.cache_type_v or "f32"),
+            max(LEAST_ROWS, self.prefill_rows),
+            self.threads,
+            options.threads or 1,
+        )
+
+    def _open_device(
+        self,
+        file: GGUFFile,
+        options: Options,
+        progress: Progress | None,
+        say: Callable[[str], None],
+        resources: ExitStack,
+    ) -> DeviceModel:
+        # Here, because these load Numba, which the judge does without.
+        from strata_nb.backend import HostBackend
+        from strata_nb.device_model import DeviceModel
+
+        backend = HostBackend(self.device, self.threads)
+        resources.callback(backend.close)
+        self.warnings += backend.warnings
+        return DeviceModel(
+            file,
+            self.description,
+            options,
+            self.ctx_size,
+            max(LEAST_ROWS, self.prefill_rows),
+            backend,
+            progress=progress,
+            say=say,
+        )
+
     @classmethod
-    def open(cls, options: Options, *, progress: Progress | None = None) -> Engine:
+    def open(
+        cls,
+        options: Options,
+        *,
+        progress: Progress | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Engine:
         """Open the model that `options` names.
 
-        `progress` is called with (bytes done, bytes in all). Raises FileFormatError for a file that
-        cannot be used, ConfigError for options that do not fit it; then nothing stays open.
+        `progress` is called with (bytes done, bytes in all), `say` with lines about what happens to
+        memory later on. Raises FileFormatError for a file that cannot be used, ConfigError for
+        options that do not fit it; then nothing stays open.
         """
         with ExitStack() as resources:
             file = resources.enter_context(GGUFFile.open(options.model))
-            return cls(options, file, progress, resources)
+            return cls(options, file, progress, say, resources)
 
     def encode(
         self, text: str, add_special: bool = False, parse_special: bool = False
@@ -325,9 +187,36 @@ class Engine:
         """Return the bytes that `ids` stand for."""
         return self.tokenizer.decode(ids, skip_special=skip_special)
 
-    def session(self) -> Session:
+    def open_session(self) -> Session:
         """Return a new conversation, with nothing in it."""
-        return Session(self)
+        return Session(
+            self._model, self.description, self.tokenizer, self.ctx_size, self.prefill_rows
+        )
+
+    def describe(self) -> Report:
+        """Describe devices, slots and K/V as they are now, and how experts were found so far."""
+        report = self._model.report()
+        owners: dict[str, int] = {}
+        for device in report.devices:
+            for owner, size in device.bytes_by_owner.items():
+                owners[owner] = owners.get(owner, 0) + size
+        choices = report.hits + report.misses
+        return Report(
+            report.devices,
+            sum(device.slots for device in report.devices),
+            sum(device.resident for device in report.devices),
+            report.hits / choices if choices else None,
+            sum(device.kv_cells for device in report.devices),
+            owners,
+        )
+
+    def save_expert_profile(self, path: str | os.PathLike[str]) -> None:
+        """Write which experts this engine's text used most, for the next start."""
+        self._device().save_profile(path)
+
+    def save_routing_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the experts of every token so far; `Options.routing_trace` must have been given."""
+        self._device().save_trace(path)
 
     def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
         """Return the ids of a text that is to be continued, at least one.
@@ -358,11 +247,14 @@ class Engine:
                 f"{len(ids)} tokens do not fit a context of {self.ctx_size} cells",
                 hint=f"open the engine with ctx_size={len(ids)} or more",
             )
-        state = self._new_state()
+        sequence = self._model.open_sequence()
         out = np.empty((len(ids), self.description.vocab_size), np.float32)
-        for at in range(0, len(ids), self.prefill_rows):
-            batch = ids[at : at + self.prefill_rows]
-            out[at : at + len(batch)] = self._forward(batch, state, "all")
+        try:
+            for at in range(0, len(ids), self.prefill_rows):
+                batch = [Row(sequence, token, True) for token in ids[at : at + self.prefill_rows]]
+                out[at : at + len(batch)] = self._model.step(batch)
+        finally:
+            self._model.forget_sequence(sequence)
         return out
 
     def generate(
@@ -375,35 +267,20 @@ class Engine:
         ignore_eos: bool = False,
     ) -> Generation:
         """Continue `ids` in a fresh session; see `Session.generate`. The prompt is read at once."""
-        session = self.session()
+        session = self.open_session()
         session.extend(ids)
         return session.generate(
             max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos
         )
 
     def close(self) -> None:
-        """Free the weights and close the file; sessions of this engine end. Idempotent."""
-        self._model = None
+        """Free the model and close the file; sessions of this engine end. Idempotent."""
         self._resources.close()
 
-    def _opened(self) -> ReferenceModel:
-        if self._model is None:
-            raise StrataError(
-                "the engine is closed", hint="use it and its sessions inside the with block"
-            )
-        return self._model
-
-    def _new_state(self) -> ReferenceState:
-        return self._opened().new_state(self.ctx_size, *self._cache_types)
-
-    def _forward(
-        self, ids: Sequence[int], state: ReferenceState, want: Literal["all", "last"]
-    ) -> npt.NDArray[np.float32]:
-        """Compute with this engine's number of threads, whatever another one uses."""
-        model = self._opened()
-        threads = self.threads if len(ids) > 1 else self._row_threads
-        with self._blas.limit(limits=threads, user_api="blas"):
-            return model.forward(ids, state, want)
+    def _device(self) -> DeviceModel:
+        if self._on_device is None:
+            raise closed_error()
+        return self._on_device
 
     def __enter__(self) -> Engine:
         return self

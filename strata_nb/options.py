@@ -13,7 +13,7 @@ from pathlib import Path
 
 from strata_nb.errors import ConfigError
 
-DEVICES = ("reference",)
+REFERENCE = "reference"
 DEFAULT_CONTEXT_LIMIT = 8192  # cells, where neither the user nor the model asks for less
 DEFAULT_PREFILL_ROWS = 512  # rows of a prompt batch under `--prefill auto`
 MAX_SEED = 2**64 - 1
@@ -40,17 +40,39 @@ def _check_cache_type(flag: str, value: str | None) -> None:
         raise _refuse(flag, value, "one of: " + ", ".join(CACHE_TYPES))
 
 
+def _check_device(device: object) -> None:
+    from strata_nb.host import parse_host_devices  # not needed for `--help`
+
+    if not isinstance(device, str) or device.split(":")[0] not in ("auto", REFERENCE, "host"):
+        raise _refuse("--device", device, "one of: auto, host, host:1x64MiB, " + REFERENCE)
+    if device.startswith("host"):
+        parse_host_devices(device)
+    elif ":" in device:
+        raise _refuse("--device", device, device.split(":")[0])
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """Choose the model, the device and the sizes.
 
     model           path of a GGUF file (of a split one, any shard)
-    device          "auto" or "reference"
+    device          "host": this machine, the experts read where they are; "host:1x64MiB": a small
+                    device made of its memory, with slots for experts; "reference": the float32
+                    judge; "auto": host
     ctx_size        cells of the K/V cache; None: the model's context, at most 8,192
     threads         compute threads; None: physical cores within affinity and quota
     prefill         rows of a prompt batch, or "auto"
     cache_type_k/v  how keys and values are stored, a name of `formats.CACHE_TYPES`: "f32", "f16",
-                    "int8" (a scale per 64 values); None: the device's own choice (reference: f32)
+                    "int8" (a scale per 64 values); None: the device's own choice (reference: f32,
+                    others: f16)
+    expert_cache    of a device with slots: "auto" (as many as there is room for), or a number of
+                    slots, "N%" of all experts, "NMiB" or "NGiB"
+    vram_reserve_mib   MiB of the device that stay free for other programs; None: none
+    deterministic   a row's bits depend on its own tokens alone: not on how a prompt is cut, on the
+                    number of threads, or on which experts are resident. The host always computes so
+    expert_profile, expert_profile_save   files that rank experts by use: read to fill slots at the
+                    start, and written at the end
+    routing_trace   file that gets the experts of every token
     """
 
     model: str | os.PathLike[str]
@@ -60,13 +82,18 @@ class Options:
     prefill: int | str = "auto"
     cache_type_k: str | None = None
     cache_type_v: str | None = None
+    expert_cache: str = "auto"
+    vram_reserve_mib: int | None = None
+    deterministic: bool = False
+    expert_profile: str | os.PathLike[str] | None = None
+    expert_profile_save: str | os.PathLike[str] | None = None
+    routing_trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, (str, os.PathLike)) or not os.fspath(self.model):
             raise _refuse("--model", self.model, "the path of a GGUF file")
         object.__setattr__(self, "model", Path(self.model))
-        if self.device != "auto" and self.device not in DEVICES:
-            raise _refuse("--device", self.device, "one of: auto, " + ", ".join(DEVICES))
+        _check_device(self.device)
         if self.ctx_size is not None:
             _check_integer(
                 "--ctx-size", self.ctx_size, 1, 2**31 - 1, "a number of cells, 1 or more"
@@ -75,6 +102,14 @@ class Options:
             _check_integer("--threads", self.threads, 1, 1024, "a number from 1 to 1024")
         if self.prefill != "auto":
             _check_integer("--prefill", self.prefill, 1, 65536, "a number of rows, or auto")
+        if self.vram_reserve_mib is not None:
+            _check_integer(
+                "--vram-reserve-mib",
+                self.vram_reserve_mib,
+                0,
+                2**31 - 1,
+                "a number of MiB, 0 or more",
+            )
         _check_cache_type("--cache-type-k", self.cache_type_k)
         _check_cache_type("--cache-type-v", self.cache_type_v)
 

@@ -1,7 +1,7 @@
 """Sessions: conversations with a model, and the tokens that it writes.
 
-    Session       a conversation: the tokens so far and their K/V
-    Generation    the tokens that a session writes, one after the other
+Session       a conversation: the tokens so far and their K/V
+Generation    the tokens that a session writes, one after the other
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Session:
         return logits
 
     def commit(self, keep: int) -> int:
-        """Keep the first `keep` tokens of the last draft, forget the others; return the position."""
+        """Keep the first `keep` tokens of the last draft, forget the rest; return the position."""
         if not 0 <= keep <= self._drafted:
             raise ConfigError(
                 f"cannot keep {keep} of {self._drafted} drafted tokens", hint="draft them first"

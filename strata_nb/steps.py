@@ -184,6 +184,4 @@ class ReferenceSteps:
 
 def closed_error() -> StrataError:
     """Make the error of whoever uses a model after it was closed."""
-    return StrataError(
-        "the engine is closed", hint="use it and its sessions inside the with block"
-    )
+    return StrataError("the engine is closed", hint="use it and its sessions inside the with block")

@@ -108,7 +108,7 @@ def test_the_texts_of_the_tokens_join_to_the_bytes_of_the_ids(engine: Engine) ->
 
 
 def test_a_session_that_goes_on_equals_a_fresh_one(engine: Engine) -> None:
-    session = engine.session()
+    session = engine.open_session()
     session.extend(engine.encode("hello"))
     first = [t.id for t in session.generate(max_tokens=5, sampling=GREEDY)]
     session.extend(engine.encode(" more"))
@@ -120,7 +120,7 @@ def test_a_session_that_goes_on_equals_a_fresh_one(engine: Engine) -> None:
 
 @pytest.mark.parametrize("kept", [0, 1, 3, 6, 7])
 def test_a_rewound_session_forgets_and_goes_on_as_a_fresh_one(engine: Engine, kept: int) -> None:
-    session = engine.session()
+    session = engine.open_session()
     ids = engine.encode("hello wo")
     session.extend(ids)
     assert session.rewind(kept) == session.position == kept
@@ -132,7 +132,7 @@ def test_a_rewound_session_forgets_and_goes_on_as_a_fresh_one(engine: Engine, ke
 def test_rewinding_and_asking_at_once_gives_the_logits_of_the_last_token_kept(
     engine: Engine,
 ) -> None:
-    session = engine.session()
+    session = engine.open_session()
     ids = engine.encode("hello wo")
     session.extend(ids)
     session.rewind(4)
@@ -141,7 +141,7 @@ def test_rewinding_and_asking_at_once_gives_the_logits_of_the_last_token_kept(
 
 @pytest.mark.parametrize("position", [-1, 9])
 def test_a_rewind_to_where_nothing_was_is_refused(engine: Engine, position: int) -> None:
-    session = engine.session()
+    session = engine.open_session()
     session.extend([1] * 8)
     with pytest.raises(ConfigError, match="8 tokens"):
         session.rewind(position)
@@ -204,7 +204,7 @@ def test_a_prompt_is_read_in_batches_and_a_sampled_token_once(scripted: Engine) 
 def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers_and_nothing_is_added(
     engine: Engine,
 ) -> None:
-    session = engine.session()
+    session = engine.open_session()
     session.extend([1] * 60)
     with pytest.raises(ConfigError, match=r"5 tokens after 60 earlier tokens .* 64 cells"):
         session.extend([1] * 5)
@@ -219,7 +219,7 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_place(
     engine: Engine, token: int
 ) -> None:
     with pytest.raises(ConfigError, match=f"token {token} at place 2 .* 512 tokens"):
-        engine.session().extend([1, 2, token])
+        engine.open_session().extend([1, 2, token])
     with pytest.raises(ConfigError, match=f"token {token} at place 0"):
         engine.logits([token])
 
@@ -239,14 +239,14 @@ def test_ids_may_be_numbers_of_numpy(engine: Engine) -> None:
 
 def test_a_session_without_a_token_has_nothing_to_continue(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="no token"):
-        engine.session().next_logits()
+        engine.open_session().next_logits()
     with pytest.raises(ConfigError, match="no token"):
         list(engine.generate([], sampling=GREEDY))
     assert engine.logits([]).shape == (0, 512)
 
 
 def test_an_interrupt_while_a_prompt_is_read_leaves_the_session_usable(engine: Engine) -> None:
-    session: Session = engine.session()
+    session: Session = engine.open_session()
     ids = engine.encode("hello there")
 
     def interrupt(done: int, total: int) -> None:
@@ -259,7 +259,7 @@ def test_an_interrupt_while_a_prompt_is_read_leaves_the_session_usable(engine: E
 
 def test_reading_a_prompt_reports_what_is_done_up_to_the_whole(engine: Engine) -> None:
     seen: list[tuple[int, int]] = []
-    engine.session().extend([1] * 20, lambda done, total: seen.append((done, total)))
+    engine.open_session().extend([1] * 20, lambda done, total: seen.append((done, total)))
     assert seen == [(7, 20), (14, 20), (20, 20)]
 
 
@@ -296,14 +296,14 @@ def test_a_file_that_is_none_is_refused_and_nothing_stays_open(tmp_path: Path) -
 
 def test_a_closed_engine_and_its_sessions_refuse_to_compute(model: Path) -> None:
     engine = Engine.open(Options(model))
-    session = engine.session()
+    session = engine.open_session()
     session.extend([1, 2])
     generation = session.generate()
     engine.close()
     engine.close()
     for use in (
         lambda: engine.logits([1]),
-        lambda: engine.session(),
+        lambda: engine.open_session(),
         lambda: session.extend([3]),
         lambda: list(engine.generate([1])),
         lambda: list(generation),
@@ -359,7 +359,7 @@ def test_the_context_is_at_most_8192_cells_unless_asked_for(tmp_path: Path) -> N
 def test_an_interrupt_between_cells_and_logits_costs_one_token_read_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = engine.session()
+    session = engine.open_session()
     session.extend([5, 6])
     forward = Engine._forward
 
@@ -375,7 +375,7 @@ def test_an_interrupt_between_cells_and_logits_costs_one_token_read_again(
 
 
 def test_a_generation_on_a_full_session_ends_at_once(engine: Engine) -> None:
-    session = engine.session()
+    session = engine.open_session()
     session.extend([1] * 64)
     assert len(list(session.generate(sampling=GREEDY, ignore_eos=True))) == 1
     later = session.generate()
@@ -383,7 +383,7 @@ def test_a_generation_on_a_full_session_ends_at_once(engine: Engine) -> None:
 
 
 def test_a_generation_whose_session_went_on_without_it_is_refused(engine: Engine) -> None:
-    session = engine.session()
+    session = engine.open_session()
     session.extend([1, 2])
     first, second = session.generate(sampling=GREEDY), session.generate(sampling=GREEDY)
     next(first)

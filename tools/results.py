@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+from strata_nb import cpu
+
 _OTHER_RESULTS = ":(top,exclude)bench/results"
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 
@@ -45,12 +47,7 @@ def write_result(
 
 def _machine() -> str:
     """Return the processor's name and the number of CPUs this process may use."""
-    names = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} CPUs"
+    return f"{cpu.processor_name()}, {len(os.sched_getaffinity(0))} CPUs"
 
 
 def _git(*words: str) -> str:

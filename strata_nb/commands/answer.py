@@ -43,7 +43,9 @@ def max_tokens_from(arguments: Arguments, default: int | None) -> int | None:
 
 
 @contextmanager
-def reported(figures: Figures, engine: Engine, stats: Path | None) -> Iterator[None]:
+def reported(
+    figures: Figures, engine: Engine, session: Session, stats: Path | None
+) -> Iterator[None]:
     """Print the end line and write the stats when the block ends, also by an interrupt.
 
     After an error before anything was read there is nothing to report, and an older stats file
@@ -53,7 +55,7 @@ def reported(figures: Figures, engine: Engine, stats: Path | None) -> Iterator[N
         yield
     finally:
         if figures.prompt_tokens:
-            note(figures.line())
+            note(figures.line(engine, session.position))
             write_json(stats, figures.stats(engine))
 
 

@@ -212,6 +212,12 @@ def options_from(arguments: Arguments, model: str | None = None) -> Options:
             prefill=prefill,
             cache_type_k=arguments.text("--cache-type-k"),
             cache_type_v=arguments.text("--cache-type-v"),
+            expert_cache=arguments.text("--expert-cache"),
+            vram_reserve_mib=arguments.integer("--vram-reserve-mib"),
+            deterministic=arguments.flag("--deterministic"),
+            expert_profile=arguments.path("--expert-profile"),
+            expert_profile_save=arguments.path("--expert-profile-save"),
+            routing_trace=arguments.path("--routing-trace"),
         ),
     )
 

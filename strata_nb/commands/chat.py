@@ -76,12 +76,12 @@ def run(arguments: Arguments) -> int:
     with open_engine(arguments) as engine:
         template = choice.of(engine)
         figures = Figures(load_s=engine.load_s)
-        session = engine.session()
+        session = engine.open_session()
         messages = list(opening)
         warned: set[str] = set()
         if interactive:
             note("a line is a message; /reset forgets the conversation, /exit ends")
-        with reported(figures, engine, stats):
+        with reported(figures, engine, session, stats):
             while (line := read_line(interactive)) is not None and line.strip() != "/exit":
                 if line.strip() == "/reset":
                     messages = list(opening)

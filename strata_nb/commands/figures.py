@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strata_nb.commands.output_files import whole_file
-from strata_nb.engine import Engine, Generation
+from strata_nb.engine import Engine, Generation, Report
 
 STATS_SCHEMA = 1
 
@@ -51,16 +51,18 @@ class Figures:
         self.finish = generation.finish
         self.seed = generation.seed if generation.random else None
 
-    def line(self) -> str:
-        """Return the line that ends a run."""
+    def line(self, engine: Engine, cells: int) -> str:
+        """Return the line that ends a run, in which `cells` of the K/V hold tokens."""
         seed = f" · seed {self.seed}" if self.seed is not None else ""
         return (
             f"prompt {self.prompt_tokens} tokens, {self.prompt_tps:.1f} tok/s · "
-            f"generated {self.generated_tokens} tokens, {self.decode_tps:.1f} tok/s{seed}"
+            f"generated {self.generated_tokens} tokens, {self.decode_tps:.1f} tok/s"
+            f"{_memory(engine.describe(), cells)}{seed}"
         )
 
     def stats(self, engine: Engine) -> dict[str, object]:
         """Return what `--stats-json` writes."""
+        report = engine.describe()
         return {
             "schema": STATS_SCHEMA,
             "model": engine.description.name,
@@ -75,7 +77,27 @@ class Figures:
             "decode_tps": self.decode_tps,
             "finish": self.finish,
             "seed": self.seed,
+            "slots": report.slots,
+            "resident": report.resident,
+            "hit_rate": report.hit_rate,
+            "kv_cells": report.kv_cells,
+            "bytes_by_owner": report.bytes_by_owner,
         }
+
+
+def _memory(report: Report, cells: int) -> str:
+    """Return how the devices' memory served, as a part of the line that ends a run."""
+    if not report.devices:
+        return ""
+    text = f" · K/V {cells:,} of {report.kv_cells:,} cells"
+    if report.hit_rate is None:
+        return text
+    if not report.slots:
+        return f"{text} · experts read in place"
+    return (
+        f"{text} · {report.hit_rate:.1%} hits with {report.resident:,} experts in "
+        f"{report.slots:,} slots"
+    )
 
 
 def write_json(path: Path | None, content: Mapping[str, object]) -> None:

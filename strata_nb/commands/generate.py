@@ -69,8 +69,8 @@ def run(arguments: Arguments) -> int:
         else:
             ids = _plain_ids(engine, prompt, parse_special)
         figures = Figures(load_s=engine.load_s)
-        session = engine.session()
-        with reported(figures, engine, stats):
+        session = engine.open_session()
+        with reported(figures, engine, session, stats):
             read_prompt(session, ids, figures, arguments.flag("--verbose"))
             generation = session.generate(
                 max_tokens=max_tokens,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from strata_nb.chat import ChatTemplate, choose_template
 from strata_nb.commands.arguments import Arguments, options_from, read_text_file
+from strata_nb.commands.output_files import output_file
 from strata_nb.commands.terminal import note, progress_bar, warn
 from strata_nb.engine import Engine
 from strata_nb.errors import ConfigError
@@ -19,8 +20,10 @@ def open_engine(arguments: Arguments, ctx_size: int | None = None) -> Iterator[E
     options = options_from(arguments)
     if ctx_size is not None:
         options = replace(options, ctx_size=ctx_size)
+    profile = output_file(arguments, "--expert-profile-save")
+    trace = output_file(arguments, "--routing-trace")
     with progress_bar("loading", unit="bytes") as progress:
-        engine = Engine.open(options, progress=progress)
+        engine = Engine.open(options, progress=progress, say=note)
     with engine:
         for warning in engine.warnings:
             warn(warning)
@@ -31,7 +34,13 @@ def open_engine(arguments: Arguments, ctx_size: int | None = None) -> Iterator[E
                 f"{engine.device}, {engine.threads} threads, context {engine.ctx_size} cells, "
                 f"loaded in {engine.load_s:.2f} s"
             )
-        yield engine
+        try:
+            yield engine
+        finally:
+            if profile is not None:
+                engine.save_expert_profile(profile)
+            if trace is not None:
+                engine.save_routing_trace(trace)
 
 
 @dataclass(frozen=True)

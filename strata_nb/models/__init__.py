@@ -1,5 +1,5 @@
-"""Architectures: what a file holds (`describe`), the float32 forward that judges all others, and the
-programs that devices run.
+"""Architectures: what a file holds (`describe`), the float32 forward that judges all others, and
+the programs that devices run.
 
 To add an architecture: a file with `describe`, `expected_tensors`, `forward` and `emit`, and a row
 in `_ARCHITECTURES`.

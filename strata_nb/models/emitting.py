@@ -121,7 +121,7 @@ class StepRecord(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """Hold what a step runs: `body` once, then `head` for at most `head_rows` wanted rows at a time.
+    """Hold what a step runs: `body` once, then `head` for up to `head_rows` wanted rows at a time.
 
     layer_ends   launches of the body up to the end of each layer: where it may be cut
     chosen       address of int64 (layers, rows, top_k): the experts that the rows of the last step
@@ -180,8 +180,10 @@ class Emitter:
         self._record = StepRecord(
             take(_WORD),
             take(_WORD),
-            *(take(_WORD * max_rows) for _ in range(3)),
-            wanted_rows=take(_WORD * head_rows),
+            take(_WORD * max_rows),
+            take(_WORD * max_rows),
+            take(_WORD * max_rows),
+            take(_WORD * head_rows),
         )
         self._rows = self._record.rows
         self._x = take(_FLOAT * model.width * max_rows)
@@ -200,6 +202,7 @@ class Emitter:
                 "weight": weight.address,
                 "x": self._x,
                 "width": self.model.width,
+                "vocabulary": self.model.vocab_size,
             },
             variant=weight.kind,
         )

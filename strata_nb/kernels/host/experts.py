@@ -20,7 +20,7 @@ from strata_nb.kernels.host.operations import SIGNATURE, HostKernel, Work, share
 from strata_nb.kernels.host.products import load_some, store_some
 from strata_nb.kernels.host.vectors import all_lanes, no_floats
 from strata_nb.packing import SUB_BLOCK
-from strata_nb.raw_memory import load_f32, load_i64, store
+from strata_nb.raw_memory import load_f32, load_i64
 
 _LANES = 16
 # Outputs that one thread quantises by itself: whole sub-blocks, and whole panels of the products.

@@ -73,9 +73,7 @@ _FUNCTIONS: dict[str, _Found] = {
         lambda launch, work: attention.attention_kernel(
             *_pair(launch), _argument(launch, "key_length"), _argument(launch, "value_length"), work
         ),
-        lambda launch: attention.attention_work_bytes(
-            _argument(launch, "key_length"), _argument(launch, "value_length")
-        ),
+        lambda launch: attention.attention_work_bytes(_argument(launch, "value_length")),
     ),
     "silu_mul": _Found(lambda _, __: gating.silu_mul_kernel()),
     "router_top_k": _Found(lambda _, __: routing.router_top_k_kernel()),

@@ -16,6 +16,7 @@ from numba.core import types
 
 from strata_nb.compiling import inlined, instruction
 from strata_nb.kernels.host.instructions import dot_narrow, dot_wide
+from strata_nb.kernels.host.lanes import load_first
 from strata_nb.kernels.host.vectors import (
     FLOATS,
     INTEGERS,
@@ -35,7 +36,6 @@ from strata_nb.kernels.host.vectors import (
 from strata_nb.kernels.host.weights import Arithmetic
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 from strata_nb.raw_memory import store
-
 
 FLOATS_LANES = FLOATS.lanes
 
@@ -123,28 +123,6 @@ def store_first(_: Any, address: Any, values: Any, count: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, values, types.int64), generate
-
-
-@instruction
-def load_first(_: Any, vector: Any, address: Any, count: Any) -> Any:
-    """Return a vector of the type of the first: `count` floats (at least 1) of an address, then
-    zeros."""
-
-    def generate(_: Any, builder: Any, _typed: Any, arguments: Sequence[Any]) -> Any:
-        _, place, number = arguments
-        result = ir.Constant(vector.llvm, [0.0] * vector.lanes)
-        zero = ir.Constant(ir.FloatType(), 0.0)
-        for lane in range(vector.lanes):
-            inside = builder.icmp_signed(">", number, ir.Constant(number.type, lane))
-            there = builder.add(place, ir.Constant(place.type, 4 * lane))
-            here = builder.select(inside, there, place)
-            value = builder.load(builder.inttoptr(here, ir.FloatType().as_pointer()))
-            value.align = 1
-            chosen = builder.select(inside, value, zero)
-            result = builder.insert_element(result, chosen, ir.Constant(ir.IntType(32), lane))
-        return result
-
-    return vector(vector, types.int64, types.int64), generate
 
 
 @inlined

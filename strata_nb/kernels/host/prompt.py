@@ -22,11 +22,11 @@ from strata_nb.compiling import compiled, helper, inlined
 from strata_nb.formats import TensorType, block_layout, row_bytes
 from strata_nb.kernels.host.generated import define, fill_in
 from strata_nb.kernels.host.instructions import dot_narrow, dot_wide
+from strata_nb.kernels.host.lanes import load_first
 from strata_nb.kernels.host.products import (
     high_halves,
     high_pairs,
     in_each_four,
-    load_first,
     low_halves,
     low_pairs,
     store_first,
