@@ -39,6 +39,8 @@ from strata_nb.quants.decoders import Bytes, Decoder, Float32
 # Values decoded at a time: bounds the temporaries, and keeps them in a core's cache.
 PIECE_VALUES = 2**17
 
+BLOCK_CELLS = 64  # of a block of a K/V cache: one token's keys and values are a cell
+
 
 class TensorType(IntEnum):
     """Name every tensor type that a GGUF file holds or once held, by its number in ggml."""

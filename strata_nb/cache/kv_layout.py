@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from strata_nb.formats import BLOCK_CELLS as BLOCK_CELLS
 from strata_nb.formats import cache_type
-
-BLOCK_CELLS = 64
 
 Part = Literal["k", "v"]
 

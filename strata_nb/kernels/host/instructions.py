@@ -51,6 +51,49 @@ def floats_of_halves(_: Any, value: Any) -> Any:
     return Vector("f32", value.lanes)(value), generate
 
 
+@instruction
+def halves_of_floats(_: Any, value: Any) -> Any:
+    """Return float32 numbers as float16, held as u16: to nearest, ties to even; NaN stays NaN.
+
+    What is too large becomes infinity. In integers: the exponent of a normal number becomes smaller
+    by 112 and the 13 bits that float16 lacks are rounded away, a carry moving into the exponent.
+    A number below 2 ** -14 is added to 0.5, whose last place is the smallest float16, so that the
+    addition rounds it.
+    """
+
+    def generate(_: Any, builder: Any, _typed: Any, arguments: Sequence[Any]) -> Any:
+        lanes = value.lanes
+        result = Vector("u16", lanes).llvm
+        if PATH is not Path.GENERIC:
+            halves = builder.fptrunc(arguments[0], Vector("f16", lanes).llvm)
+            return builder.bitcast(halves, result)
+        wide, floats = Vector("i32", lanes).llvm, Vector("f32", lanes).llvm
+
+        def every(number: int) -> ir.Constant:
+            return ir.Constant(wide, [number] * lanes)
+
+        def smaller(limit: int) -> Any:
+            return builder.icmp_unsigned("<", magnitude, every(limit))
+
+        bits = builder.bitcast(arguments[0], wide)
+        magnitude = builder.and_(bits, every(0x7FFFFFFF))
+        upper = builder.lshr(magnitude, every(13))
+        odd = builder.and_(upper, every(1))
+        rounded = builder.add(magnitude, builder.add(odd, every(0xFFF)))
+        normal = builder.sub(builder.lshr(rounded, every(13)), every(112 << 10))
+        half = ir.Constant(floats, [0.5] * lanes)
+        sum_bits = builder.bitcast(builder.fadd(builder.bitcast(magnitude, floats), half), wide)
+        small = builder.sub(sum_bits, every(0x3F000000))
+        nan = builder.or_(builder.and_(upper, every(0x3FF)), every(0x7E00))
+        found = builder.select(smaller(0x38800000), small, normal)
+        found = builder.select(smaller(0x477FF000), found, every(0x7C00))
+        found = builder.select(smaller(0x7F800001), found, nan)
+        sign = builder.and_(builder.lshr(bits, every(16)), every(0x8000))
+        return builder.trunc(builder.or_(found, sign), result)
+
+    return Vector("u16", value.lanes)(value), generate
+
+
 def look_up(levels: Sequence[int]) -> Callable[..., Any]:
     """Return a function that replaces each of 64 bytes (0 .. 15) by the level of that number."""
     table = [level & 255 for level in levels]
