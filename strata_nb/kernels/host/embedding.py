@@ -29,7 +29,6 @@ def work_bytes(kind: TensorType, width: int) -> int:
     return 0 if kind in PLAIN else GROUP_ROWS * row_bytes(kind, width)
 
 
-@cache
 def embed_kernel(kind: TensorType, work: Work) -> HostKernel:
     """Return `embed` of the table for a type; the threads share the rows.
 
@@ -37,10 +36,13 @@ def embed_kernel(kind: TensorType, work: Work) -> HostKernel:
 
     ValueError for a type without a kernel.
     """
-    return _plain(kind) if kind in PLAIN else _packed(kind, work)
+    if kind in PLAIN:
+        return HostKernel(_plain(kind))
+    return HostKernel(_packed(kind), (work.address, work.stride))
 
 
-def _plain(kind: TensorType) -> HostKernel:
+@cache
+def _plain(kind: TensorType) -> Callable[..., None]:
     size = block_layout(kind).size_bytes
     read, read_one = reader(kind, 16), reader(kind, 1)
 
@@ -58,10 +60,11 @@ def _plain(kind: TensorType) -> HostKernel:
                 store(target + 4 * column, only_lane(read_one(source + size * column)))
 
     embed.__name__ = embed.__qualname__ = f"embed_{kind.name.lower()}"
-    return HostKernel(compiled(SIGNATURE)(embed))
+    return compiled(SIGNATURE)(embed)
 
 
-def _packed(kind: TensorType, work: Work) -> HostKernel:
+@cache
+def _packed(kind: TensorType) -> Callable[..., None]:
     layout = block_layout(kind)
     block_sub_blocks, block_bytes = layout.values // SUB_BLOCK, layout.size_bytes
     widen, unpack = widener(kind), _unpacker(kind)
@@ -69,7 +72,7 @@ def _packed(kind: TensorType, work: Work) -> HostKernel:
     def embed(arguments: int, thread: int, threads: int) -> None:
         tokens, weight, x = word(arguments, 1), word(arguments, 2), word(arguments, 3)
         sub_blocks, vocabulary = word(arguments, 4) // SUB_BLOCK, word(arguments, 5)
-        space = word(arguments, 6) + thread * word(arguments, 7)
+        space = word(arguments, 6) + thread * word(arguments, 7)  # behind the table's words
         row_size = sub_blocks // block_sub_blocks * block_bytes
         first, last = share(load_i64(word(arguments, 0)), 1, thread, threads)
         for row in range(first, last):
@@ -83,7 +86,7 @@ def _packed(kind: TensorType, work: Work) -> HostKernel:
             unpack(group, sub_blocks, member, x + 4 * SUB_BLOCK * sub_blocks * row)
 
     embed.__name__ = embed.__qualname__ = f"embed_{kind.name.lower()}"
-    return HostKernel(compiled(SIGNATURE)(embed), (work.address, work.stride))
+    return compiled(SIGNATURE)(embed)
 
 
 def _unpacker(kind: TensorType) -> Callable[..., None]:
