@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -216,6 +217,7 @@ def test_the_bytes_on_the_device_are_known_before_anything_is_loaded(world: Worl
 def test_every_part_of_every_expert_unpacks_to_the_bytes_of_the_file(world: World) -> None:
     with world.experts() as experts:
         layout, arena = experts.layout, experts.arena
+        assert arena.address % host_pages.LARGE_PAGE_BYTES == 0
         assert arena.offsets.shape == (SHAPE.layers, SHAPE.experts)
         for (layer, expert), offset in np.ndenumerate(arena.offsets):
             for part, (inside, kind, shape) in layout.parts[layer].items():
@@ -400,6 +402,26 @@ def test_a_load_that_is_interrupted_leaves_nothing(
     with pytest.raises(error):
         world.load(what, report=interrupt)
     assert mapped
+    assert_nothing_is_left(world, mapped)
+
+
+@BOTH
+def test_ctrl_c_ends_a_load_within_a_piece_of_each_worker(
+    world: World, what: str, mapped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+    read_into = GGUFFile.read_into
+
+    def read(file: GGUFFile, out: Bytes, name: str, start: int = 0) -> None:
+        if next(calls) == 5:
+            signal.raise_signal(signal.SIGINT)  # raises in the main thread, which waits
+        time.sleep(0.005)
+        read_into(file, out, name, start)
+
+    monkeypatch.setattr(GGUFFile, "read_into", read)
+    with pytest.raises(KeyboardInterrupt):
+        world.load(what)
+    assert next(calls) < 20  # there are more than a hundred pieces
     assert_nothing_is_left(world, mapped)
 
 
