@@ -238,7 +238,7 @@ def _map(path: Path, undo: ExitStack) -> tuple[FileIO, mmap.mmap]:
             raise FileFormatError(
                 path, None, "is not a regular file and cannot be mapped", hint="save it to disk"
             )
-        handle = undo.enter_context(open(path, "rb", buffering=0))  # noqa: SIM115 - `undo` closes
+        handle = undo.enter_context(open(path, "rb", 0))  # noqa: SIM115 - `undo` closes
         size_bytes = os.fstat(handle.fileno()).st_size
         if size_bytes == 0:
             raise FileFormatError(path, 0, "is empty (0 bytes)", hint=DAMAGED)

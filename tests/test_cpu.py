@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strata_nb.cpu import available_memory_bytes, physical_cores
+from strata_nb.cpu import available_memory_bytes, memory_limit_bytes, physical_cores
 
 GIB = 1 << 30
 
@@ -37,6 +37,9 @@ class Machine:
 
     def memory(self) -> int:
         return available_memory_bytes(proc=self.proc, sys=self.sys)
+
+    def limit(self) -> int:
+        return memory_limit_bytes(proc=self.proc, sys=self.sys)
 
 
 @pytest.fixture
@@ -162,11 +165,25 @@ def test_a_memory_limit_of_cgroup_version_1_counts_and_its_unlimited_number_does
     assert machine.memory() == GIB
 
 
+def test_the_memory_limit_is_the_machines_or_the_tightest_of_its_cgroups(machine: Machine) -> None:
+    assert machine.limit() == 16 * GIB
+    machine.write("proc/self/cgroup", "0::/a/b\n4:memory:/m\n")
+    machine.write("sys/fs/cgroup/a/b/memory.max", "max\n")
+    machine.write("sys/fs/cgroup/memory/m/memory.limit_in_bytes", "9223372036854771712\n")
+    assert machine.limit() == 16 * GIB
+    machine.write("sys/fs/cgroup/a/memory.max", f"{5 * GIB}\n")
+    machine.write("sys/fs/cgroup/a/memory.current", f"{4 * GIB}\n")
+    assert machine.limit() == 5 * GIB
+    machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", f"{3 * GIB}\n")
+    assert machine.limit() == 3 * GIB
+
+
 def test_without_proc_the_whole_memory_is_the_estimate(tmp_path: Path) -> None:
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert Machine(tmp_path).memory() == whole
+    assert Machine(tmp_path).limit() == whole
 
 
 def test_this_machine_has_a_core_and_some_memory() -> None:
     assert 1 <= physical_cores() <= (os.cpu_count() or 1)
-    assert available_memory_bytes() > 1 << 20
+    assert 1 << 20 < available_memory_bytes() <= memory_limit_bytes()

@@ -70,6 +70,70 @@ def test_close_may_be_repeated_and_leaves_views_and_metadata_usable(tmp_path: Pa
         file.raw("t")
 
 
+def test_any_bytes_of_a_tensor_can_be_read_past_the_map(tmp_path: Path) -> None:
+    tensors = [Tensor("a", (3, 32), 2), Tensor("b", (5, 32), 2)]
+    with GGUFFile.open(put(tmp_path, build({}, tensors))) as file:
+        for name, start, size in (("b", 0, 90), ("b", 7, 11), ("b", 90, 0), ("a", 53, 1)):
+            out = np.full(size, 255, np.uint8)
+            file.read_into(out, name, start)
+            np.testing.assert_array_equal(out, file.raw(name)[start : start + size])
+        for start, size in ((-1, 3), (0, 91), (91, 0)):
+            with pytest.raises(ValueError, match="tensor 'b' has 90"):
+                file.read_into(np.empty(size, np.uint8), "b", start)
+        with pytest.raises(FileFormatError, match="no tensor 'c'"):
+            file.read_into(np.empty(1, np.uint8), "c")
+    with pytest.raises(ValueError, match="is closed"):
+        file.read_into(np.empty(1, np.uint8), "b")
+
+
+def test_what_is_read_is_of_the_file_that_was_opened_also_when_another_took_its_name(
+    tmp_path: Path,
+) -> None:
+    path = put(tmp_path, build({}, [Tensor("t", (4, 32), 0, bytes(512))]))
+    with GGUFFile.open(path) as file:
+        os.replace(put(tmp_path, build({}, [Tensor("t")]), "other"), path)
+        out = np.full(512, 255, np.uint8)
+        file.read_into(out, "t")
+    assert not out.any()
+
+
+def test_a_file_that_was_cut_meanwhile_is_refused_with_the_byte_it_ends_at(tmp_path: Path) -> None:
+    path = put(tmp_path, build({}, [Tensor("t")]))
+    with GGUFFile.open(path) as file:
+        end = file.tensors["t"].offset + 100
+        os.truncate(path, end)
+        file.read_into(np.empty(100, np.uint8), "t")
+        with pytest.raises(FileFormatError, match="412 bytes were still wanted") as caught:
+            file.read_into(np.empty(512, np.uint8), "t")
+    assert caught.value.offset == end
+
+
+def test_a_read_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with GGUFFile.open(put(tmp_path, build({}, [Tensor("t")]))) as file:
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(FileFormatError, match="cannot be read: Input/output error") as caught:
+            file.read_into(np.empty(3, np.uint8), "t", 4)
+        assert caught.value.offset == file.tensors["t"].offset + 4
+
+
+def test_the_system_is_told_which_bytes_it_may_forget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, ...]] = []
+    with GGUFFile.open(put(tmp_path, build({}, [Tensor("a"), Tensor("b")]))) as file:
+        before = file.raw("b").tobytes()
+        file.forget_cached("b", 8, 100)
+        assert file.raw("b").tobytes() == before
+        monkeypatch.setattr(os, "posix_fadvise", lambda _, *numbers: told.append(numbers))
+        file.forget_cached("b", 8, 100)
+        assert told == [(file.tensors["b"].offset + 8, 100, os.POSIX_FADV_DONTNEED)]
+        monkeypatch.delattr(os, "posix_fadvise")
+        file.forget_cached("b", 8, 100)
+
+
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps")
 def test_nothing_stays_mapped_after_the_last_view_or_a_refusal(tmp_path: Path) -> None:
     def mapped() -> int:

@@ -1,0 +1,583 @@
+"""Loading: packed bytes are where they are said to be, and a load that fails leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import gguf_bytes as raw
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf_bytes import Tensor, build, put, scalar
+from make_model import make_model
+from model_shapes import ModelShape
+
+from strata_nb import host_pages, loading_pieces
+from strata_nb.addresses import memory_view
+from strata_nb.errors import ConfigError, DriverError, FileFormatError, OutOfDeviceMemory
+from strata_nb.formats import TensorType, dequantise, tensor_bytes
+from strata_nb.gguf import GGUFFile
+from strata_nb.host import HostDriver
+from strata_nb.host_memory import HostDevice
+from strata_nb.loading import (
+    DenseWeights,
+    HostExperts,
+    cache_fits,
+    check_memory,
+    dense_bytes,
+    expert_layout,
+    load_dense,
+    load_experts,
+)
+from strata_nb.loading_pieces import Progress
+from strata_nb.packing import unpack
+
+Bytes = npt.NDArray[np.uint8]
+Report = Callable[[int, int], object]
+
+# Parts of a blob whose bytes are no multiple of 256, and an embedding that ends in a short group.
+SHAPE = ModelShape(
+    "qwen3moe", layers=3, experts=5, dim=64, ff=32, heads=2, kv_heads=1, head_dim=32, vocab=515
+)
+RULES = [
+    ("*gate_exps*", TensorType.Q4_0),
+    ("*up_exps*", TensorType.Q8_0),
+    ("blk.1.ffn_down_exps*", TensorType.F16),
+    ("*down_exps*", TensorType.Q5_1),
+    ("token_embd*", TensorType.Q4_1),
+    ("output.weight", TensorType.BF16),
+    ("*", TensorType.IQ4_NL),
+]
+LAYERS: list[Mapping[str, str]] = [
+    {part: f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
+    for layer in range(SHAPE.layers)
+]
+BLOCK_BYTES = 20_000  # of the arena: two or three blobs
+PIECE_BYTES = 600  # a group of rows or two
+
+
+class World:
+    """A file, a driver, and loads with the settings of the test."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.driver = HostDriver([HostDevice(64 << 20)])
+        self.dense_names = [name for name in file.tensors if "_exps" not in name]
+        self.layout = expert_layout(file, LAYERS, block_bytes=BLOCK_BYTES)
+
+    def load(
+        self,
+        what: str,
+        *,
+        threads: int = 2,
+        keep_cached: bool = True,
+        report: Report | None = None,
+    ) -> DenseWeights | HostExperts:
+        file, driver, progress = self.file, self.driver, Progress(self.file.size_bytes, report)
+        if what == "dense":
+            return load_dense(
+                file,
+                self.dense_names,
+                driver,
+                0,
+                threads=threads,
+                keep_cached=keep_cached,
+                progress=progress,
+            )
+        return load_experts(
+            file,
+            LAYERS,
+            self.layout,
+            driver,
+            threads=threads,
+            keep_cached=keep_cached,
+            progress=progress,
+        )
+
+    def dense(self) -> DenseWeights:
+        loaded = self.load("dense")
+        assert isinstance(loaded, DenseWeights)
+        return loaded
+
+    def experts(self) -> HostExperts:
+        loaded = self.load("experts")
+        assert isinstance(loaded, HostExperts)
+        return loaded
+
+    def names(self, what: str) -> list[str]:
+        if what == "dense":
+            return self.dense_names
+        return [name for layer in LAYERS for name in layer.values()]
+
+
+BOTH = pytest.mark.parametrize("what", ["dense", "experts"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("loading") / "model.gguf"
+    make_model(path, SHAPE, rules=RULES)
+    return path
+
+
+@pytest.fixture
+def world(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(loading_pieces, "PIECE_BYTES", PIECE_BYTES)
+    with GGUFFile.open(model) as file:
+        world = World(file)
+        yield world
+        world.driver.faults.lift()
+        world.driver.close()
+
+
+def unpacked(address: int, kind: TensorType, shape: tuple[int, ...]) -> Bytes:
+    """Return the bytes that the file must have for what is packed at an address."""
+    return unpack(kind, memory_view(address, tensor_bytes(kind, shape)), shape[0], shape[1])
+
+
+def contents(loaded: DenseWeights | HostExperts) -> bytes:
+    """Return all bytes that a load is to have written."""
+    if isinstance(loaded, HostExperts):
+        arena, blobs = loaded.arena, np.ndenumerate(loaded.arena.offsets)
+        places = [(arena.address + at, loaded.layout.blob_bytes[layer]) for (layer, _), at in blobs]
+    else:
+        places = [
+            (tensor.address, tensor_bytes(tensor.kind, tensor.shape))
+            for tensor in loaded.tensors.values()
+        ]
+    return b"".join(memory_view(int(address), size).tobytes() for address, size in places)
+
+
+def is_mapped(address: int) -> bool:
+    """Return whether anything is at an address of this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(word, 16) for word in line.split()[0].split("-"))
+        if first <= address < last:
+            return True
+    return False
+
+
+def assert_nothing_is_left(world: World, mapped: list[int]) -> None:
+    assert world.driver.live() == {}
+    assert not [address for address in mapped if is_mapped(address)]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loading")]
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Addresses of what the loads of this test map."""
+    found: list[int] = []
+    allocate = host_pages.allocate
+
+    def note(size: int) -> int:
+        found.append(allocate(size))
+        return found[-1]
+
+    monkeypatch.setattr(host_pages, "allocate", note)
+    return found
+
+
+# --- what is where
+
+
+def test_dense_matrices_unpack_to_the_bytes_of_the_file(world: World) -> None:
+    with world.dense() as weights:
+        assert list(weights.tensors) == world.dense_names
+        for name, tensor in weights.tensors.items():
+            assert tensor.address % 256 == 0
+            assert tensor.shape == world.file.tensors[name].shape
+            if len(tensor.shape) == 2:
+                assert tensor.kind is world.file.tensors[name].type
+                found = unpacked(tensor.address, tensor.kind, tensor.shape)
+                np.testing.assert_array_equal(found, world.file.raw(name), err_msg=name)
+
+
+def test_the_bytes_on_the_device_are_known_before_anything_is_loaded(world: World) -> None:
+    wanted = dense_bytes(world.file, world.dense_names)
+    before = world.driver.account(0).charged_bytes
+    with world.dense() as weights:
+        assert weights.size_bytes == wanted
+        pages_bytes = -(-wanted // host_pages.PAGE_BYTES) * host_pages.PAGE_BYTES
+        assert world.driver.account(0).charged_bytes - before == pages_bytes
+        end = max(
+            tensor.address + tensor_bytes(tensor.kind, tensor.shape)
+            for tensor in weights.tensors.values()
+        )
+        first = min(tensor.address for tensor in weights.tensors.values())
+        assert wanted - 256 < end - first <= wanted
+
+
+def test_every_part_of_every_expert_unpacks_to_the_bytes_of_the_file(world: World) -> None:
+    with world.experts() as experts:
+        layout, arena = experts.layout, experts.arena
+        assert arena.address % host_pages.LARGE_PAGE_BYTES == 0
+        assert arena.offsets.shape == (SHAPE.layers, SHAPE.experts)
+        for (layer, expert), offset in np.ndenumerate(arena.offsets):
+            for part, (inside, kind, shape) in layout.parts[layer].items():
+                name = LAYERS[layer][part]
+                assert world.file.tensors[name].shape == (SHAPE.experts, *shape)
+                whole = world.file.raw(name).reshape(SHAPE.experts, -1)
+                found = unpacked(arena.address + int(offset) + inside, kind, shape)
+                np.testing.assert_array_equal(found, whole[expert], err_msg=f"{name} {expert}")
+
+
+def test_parts_and_blobs_are_aligned_and_do_not_overlap(world: World) -> None:
+    layout = world.layout
+    assert len(set(layout.blob_bytes)) == 2  # the layers differ
+    for size, parts in zip(layout.blob_bytes, layout.parts, strict=True):
+        ends = [0]
+        for part in parts.values():
+            assert part.offset % 256 == 0
+            assert part.offset - ends[-1] in range(256)
+            ends.append(part.offset + tensor_bytes(part.kind, part.shape))
+        assert size % 256 == 0
+        assert size - ends[-1] in range(256)
+    end = 0
+    for (layer, _), offset in np.ndenumerate(layout.offsets):
+        assert offset % 256 == 0
+        assert offset >= end
+        end = offset + layout.blob_bytes[layer]
+    assert end == layout.size_bytes
+
+
+def test_a_block_holds_whole_blobs_and_shares_no_page_with_another(world: World) -> None:
+    layout = world.layout
+    assert len(layout.blocks) > 3
+    assert all(start % host_pages.PAGE_BYTES == 0 for start, _ in layout.blocks)
+    assert all(size <= BLOCK_BYTES for _, size in layout.blocks)
+    for (layer, _), offset in np.ndenumerate(layout.offsets):
+        size = layout.blob_bytes[layer]
+        holders = [
+            start
+            for start, length in layout.blocks
+            if start <= offset and offset + size <= start + length
+        ]
+        assert len(holders) == 1
+    tiny = expert_layout(world.file, LAYERS, block_bytes=1)
+    assert len(tiny.blocks) == SHAPE.layers * SHAPE.experts
+
+
+def test_a_device_may_read_every_blob(world: World) -> None:
+    stream = world.driver.stream_create(0)
+    with world.experts() as experts:
+        size = max(experts.layout.blob_bytes)
+        target = world.driver.allocate(size, 0)
+        for (layer, _), offset in np.ndenumerate(experts.arena.offsets):
+            blob = experts.arena.address + int(offset)
+            size = experts.layout.blob_bytes[layer]
+            world.driver.copy_async(target, blob, size, stream)  # else RuleViolation
+            world.driver.stream_synchronize(stream)
+            np.testing.assert_array_equal(memory_view(target, size), memory_view(blob, size))
+        world.driver.free(target)
+    world.driver.stream_destroy(stream)
+
+
+@BOTH
+def test_the_number_of_threads_does_not_change_a_byte(world: World, what: str) -> None:
+    with world.load(what, threads=1) as one, world.load(what, threads=3) as three:
+        assert contents(one) == contents(three)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (TensorType.F32, (6,)),
+        (TensorType.F16, (7,)),
+        (TensorType.BF16, (9,)),
+        (TensorType.F16, (1, 5)),
+        (TensorType.Q4_0, (64,)),
+        (TensorType.F16, ()),
+    ],
+)
+def test_a_vector_of_any_type_becomes_float32(
+    tmp_path: Path, kind: TensorType, shape: tuple[int, ...]
+) -> None:
+    data = bytes(number * 7 % 251 for number in range(tensor_bytes(kind, shape or (1,))))
+    tensors = [Tensor("before", (3,)), Tensor("v", shape, int(kind), data)]
+    path = put(tmp_path, build({}, tensors))
+    driver = HostDriver([HostDevice(1 << 20)])
+    with GGUFFile.open(path) as file:
+        wanted = dequantise(kind, file.raw("v"))
+        with load_dense(
+            file, ["before", "v"], driver, 0, threads=1, keep_cached=True, progress=Progress(0)
+        ) as weights:
+            address, found, length = weights.tensors["v"]
+            assert (found, length) == (TensorType.F32, wanted.shape)
+            assert weights.size_bytes == 512
+            assert memory_view(address, wanted.nbytes).tobytes() == wanted.tobytes()
+    assert driver.live() == {}
+    driver.close()
+
+
+def test_tensors_come_from_every_shard_of_a_split_model(tmp_path: Path) -> None:
+    for number in range(3):
+        keys = {
+            "split.no": scalar(raw.UINT16, number),
+            "split.count": scalar(raw.UINT16, 3),
+            "split.tensors.count": scalar(raw.INT32, 3),
+        }
+        name = f"m-{number + 1:05d}-of-00003.gguf"
+        put(tmp_path, build(keys, [Tensor(f"t{number}", (24 - number, 32), 2)]), name)
+    driver = HostDriver([HostDevice(1 << 20)])
+    with GGUFFile.open(tmp_path / "m-00002-of-00003.gguf") as file:
+        names = ["t2", "t0", "t1"]
+        with load_dense(
+            file, names, driver, 0, threads=2, keep_cached=True, progress=Progress(0)
+        ) as weights:
+            for name, tensor in weights.tensors.items():
+                found = unpacked(tensor.address, tensor.kind, tensor.shape)
+                np.testing.assert_array_equal(found, file.raw(name))
+    driver.close()
+
+
+# --- how it goes
+
+
+@BOTH
+def test_progress_counts_every_byte_of_the_file_once_on_the_calling_thread(
+    world: World, what: str
+) -> None:
+    said: list[tuple[int, int, threading.Thread]] = []
+    world.load(
+        what, report=lambda done, total: said.append((done, total, threading.current_thread()))
+    ).close()
+    size = sum(world.file.tensors[name].size_bytes for name in world.names(what))
+    assert len(said) > len(world.names(what))
+    assert [done for done, _, _ in said] == sorted({done for done, _, _ in said})
+    assert said[-1][0] == size
+    assert {total for _, total, _ in said} == {world.file.size_bytes}
+    assert {thread for _, _, thread in said} == {threading.current_thread()}
+
+
+def test_one_progress_counts_several_loads(world: World) -> None:
+    progress = Progress(world.file.size_bytes)
+    for _ in range(2):
+        load_dense(
+            world.file,
+            ["output_norm.weight"],
+            world.driver,
+            0,
+            threads=1,
+            keep_cached=True,
+            progress=progress,
+        ).close()
+    assert progress.done_bytes == 2 * 4 * SHAPE.dim
+
+
+@BOTH
+@pytest.mark.parametrize("keep_cached", [True, False])
+def test_the_cache_is_let_go_behind_the_readers_only_where_it_is_wanted(
+    world: World, what: str, keep_cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(GGUFFile, "forget_cached", lambda _, *piece: forgotten.append(piece))
+    world.load(what, keep_cached=keep_cached).close()
+    found: dict[str, int] = {}
+    for name, start, size in sorted(forgotten):
+        assert start == found.get(name, 0)
+        found[name] = start + size
+    sizes = {name: world.file.tensors[name].size_bytes for name in world.names(what)}
+    assert found == ({} if keep_cached else sizes)
+
+
+# --- what fails
+
+
+@BOTH
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_load_that_is_interrupted_leaves_nothing(
+    world: World, what: str, error: type[BaseException], mapped: list[int]
+) -> None:
+    def interrupt(done: int, _: int) -> None:
+        if done > 3 * PIECE_BYTES:
+            raise error
+
+    with pytest.raises(error):
+        world.load(what, report=interrupt)
+    assert mapped
+    assert_nothing_is_left(world, mapped)
+
+
+@BOTH
+def test_ctrl_c_ends_a_load_within_a_piece_of_each_worker(
+    world: World, what: str, mapped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+    read_into = GGUFFile.read_into
+
+    def read(file: GGUFFile, out: Bytes, name: str, start: int = 0) -> None:
+        if next(calls) == 5:
+            signal.raise_signal(signal.SIGINT)  # raises in the main thread, which waits
+        time.sleep(0.005)
+        read_into(file, out, name, start)
+
+    monkeypatch.setattr(GGUFFile, "read_into", read)
+    with pytest.raises(KeyboardInterrupt):
+        world.load(what)
+    assert next(calls) < 20  # there are more than a hundred pieces
+    assert_nothing_is_left(world, mapped)
+
+
+def test_an_interrupt_while_the_workers_end_waits_for_them(
+    world: World, mapped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutdown = loading_pieces.ThreadPoolExecutor.shutdown
+    interrupts = iter([KeyboardInterrupt, KeyboardInterrupt])
+
+    def interrupted(pool: loading_pieces.ThreadPoolExecutor) -> None:
+        for interrupt in interrupts:
+            raise interrupt
+        shutdown(pool)
+
+    monkeypatch.setattr(loading_pieces.ThreadPoolExecutor, "shutdown", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.load("experts")
+    assert_nothing_is_left(world, mapped)
+
+
+@BOTH
+def test_an_error_of_one_worker_stops_the_others_soon(
+    world: World, what: str, mapped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+    read_into = GGUFFile.read_into
+
+    def read(file: GGUFFile, out: Bytes, name: str, start: int = 0) -> None:
+        if next(calls) == 3:
+            raise OSError(errno.EIO, "on request")
+        time.sleep(0.005)
+        read_into(file, out, name, start)
+
+    monkeypatch.setattr(GGUFFile, "read_into", read)
+    with pytest.raises(OSError, match="on request"):
+        world.load(what, threads=3)
+    assert next(calls) < 20  # there are more than a hundred pieces
+    assert_nothing_is_left(world, mapped)
+
+
+@BOTH
+def test_a_file_that_is_cut_while_it_is_loaded_is_named_with_the_byte(
+    world: World, what: str, tmp_path: Path, mapped: list[int]
+) -> None:
+    path = tmp_path / "short.gguf"
+    path.write_bytes(world.file.path.read_bytes())
+    first, last = (world.file.tensors[world.names(what)[at]] for at in (0, -1))
+    cut = (first.offset + last.offset) // 2
+    with GGUFFile.open(path) as file:
+        world.file = file
+        os.truncate(path, cut)
+        with pytest.raises(FileFormatError, match="ends within tensor") as caught:
+            world.load(what, threads=1)
+    assert caught.value.offset == cut
+    assert_nothing_is_left(world, mapped)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "allocate",
+        "allocate_host",
+        "stream_create",
+        "copy_async",
+        "stream_synchronize",
+        "register_host",
+    ],
+)
+def test_whichever_call_of_the_driver_fails_nothing_is_left(
+    world: World, what: str, operation: str, mapped: list[int]
+) -> None:
+    failures = 0
+    for nth in itertools.count(1):
+        if nth > 4 and operation in ("copy_async", "stream_synchronize"):
+            break  # one for each piece
+        world.driver.faults.plan(operation, nth)
+        try:
+            world.load(what).close()
+        except DriverError:
+            failures += 1
+            assert_nothing_is_left(world, mapped)
+        else:
+            break
+    used = {"register_host"} if what == "experts" else {"allocate", "allocate_host"}
+    used |= {"stream_create", "copy_async", "stream_synchronize"} if what == "dense" else set()
+    assert (failures > 0) == (operation in used)
+    if operation == "register_host" and what == "experts":
+        assert failures == len(world.layout.blocks)
+
+
+def test_a_refusal_of_the_system_says_how_much_was_wanted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> int:
+        raise host_pages.PagesError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(host_pages, "allocate", refuse)
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        world.load("experts")
+    assert caught.value.code == errno.ENOMEM
+    assert caught.value.numbers["bytes"] == world.layout.size_bytes + (2 << 20)
+    assert caught.value.hint
+
+
+@BOTH
+def test_close_frees_everything_and_may_be_repeated(
+    world: World, what: str, mapped: list[int]
+) -> None:
+    loaded = world.load(what)
+    assert set(world.driver.live()) == {"blocks"}
+    loaded.close()
+    loaded.close()
+    assert_nothing_is_left(world, mapped)
+
+
+@BOTH
+def test_weights_that_nobody_closed_are_freed_with_a_warning(
+    world: World, what: str, mapped: list[int]
+) -> None:
+    world.load(what).close()  # what was closed says nothing
+    loaded = [world.load(what)]
+    with pytest.warns(ResourceWarning, match="never closed"):
+        loaded.clear()
+    assert_nothing_is_left(world, mapped)
+
+
+# --- memory
+
+
+def test_what_cannot_fit_is_refused_with_the_whole_sum() -> None:
+    needs = {"experts": 9_000, "dense weights": 1_500, "K/V": 0}
+    with pytest.raises(ConfigError) as caught:
+        check_memory(needs, limit_bytes=10_499, available_bytes=10_000)
+    words = caught.value.message.replace("\n", " ").split()
+    numbers = [word for word in words if word[0].isdigit()]
+    assert numbers == ["9,000", "1,500", "10,500", "10,499", "1"]
+    assert "K/V" not in words
+    assert caught.value.hint
+
+
+def test_what_does_not_fit_now_is_only_warned_about() -> None:
+    (warning,) = check_memory({"experts": 1_500}, limit_bytes=1_500, available_bytes=1_499)
+    assert "1,500" in warning
+    assert "1,499" in warning
+    assert check_memory({"experts": 1_500}, limit_bytes=1_500, available_bytes=1_500) == []
+
+
+def test_the_figures_are_those_of_this_machine_unless_given() -> None:
+    assert check_memory({"experts": 1}) == []
+    with pytest.raises(ConfigError):
+        check_memory({"experts": 1 << 62})
+
+
+def test_the_file_stays_cached_where_it_fits_beside_what_is_loaded(world: World) -> None:
+    whole = 1_000 + world.file.size_bytes
+    assert cache_fits(world.file, 1_000, available_bytes=whole)
+    assert not cache_fits(world.file, 1_000, available_bytes=whole - 1)
+    assert cache_fits(world.file, 0)
