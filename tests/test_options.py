@@ -88,6 +88,12 @@ def test_options_leave_every_choice_but_the_model_to_the_engine() -> None:
         "prefill": "auto",
         "cache_type_k": None,
         "cache_type_v": None,
+        "expert_cache": "auto",
+        "vram_reserve_mib": None,
+        "deterministic": False,
+        "expert_profile": None,
+        "expert_profile_save": None,
+        "routing_trace": None,
     }
 
 
