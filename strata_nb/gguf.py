@@ -239,6 +239,8 @@ def _map(path: Path, undo: ExitStack) -> tuple[FileIO, mmap.mmap]:
                 path, None, "is not a regular file and cannot be mapped", hint="save it to disk"
             )
         handle = undo.enter_context(open(path, "rb", 0))  # noqa: SIM115 - `undo` closes
+        if hasattr(os, "posix_fadvise"):  # threads that take turns look like no order to it
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         size_bytes = os.fstat(handle.fileno()).st_size
         if size_bytes == 0:
             raise FileFormatError(path, 0, "is empty (0 bytes)", hint=DAMAGED)
