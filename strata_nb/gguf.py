@@ -125,7 +125,7 @@ class GGUFFile:
     def read_into(self, out: NDArray[np.uint8], name: str, start: int = 0) -> None:
         """Fill contiguous uint8 `out` with the bytes of a tensor from byte `start` on.
 
-        A plain read past the mapping: it costs no page faults, and what another process cuts off
+        A plain read past the mapping: nothing stays mapped, and what another process cuts off
         meanwhile is an error here and not the end of the process. Any number of threads may call
         it, others run meanwhile. Raises as `raw` does, FileFormatError with the byte where the file
         ends or cannot be read, ValueError for bytes outside the tensor.

@@ -7,8 +7,9 @@
                                       --pack--> staging --copy--> place on the device
 
 The work is cut into pieces of whole groups of rows; worker threads take them in the order of the
-file. The file is read, not mapped: a page fault for each 4 KiB costs more than a copy that stays in
-the core's cache. Memory is touched first where it is packed, by all workers together.
+file. They read it and do not use its mapping: the copy, which stays in the core's cache, hardly
+shows, while a page that is mapped cannot be let go, and a file that is cut off would end the
+process. Memory is touched first where it is packed, by all workers together.
 
 The system keeps what was read of a file in memory, and a second start is much faster for it. Where
 the file does not fit beside its packed copy, the workers let it go piece by piece (`keep_cached`,
