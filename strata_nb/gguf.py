@@ -125,7 +125,7 @@ class GGUFFile:
     def read_into(self, out: NDArray[np.uint8], name: str, start: int = 0) -> None:
         """Fill contiguous uint8 `out` with the bytes of a tensor from byte `start` on.
 
-        A plain read past the mapping: it costs no page faults, and what another process cuts off
+        A plain read past the mapping: nothing stays mapped, and what another process cuts off
         meanwhile is an error here and not the end of the process. Any number of threads may call
         it, others run meanwhile. Raises as `raw` does, FileFormatError with the byte where the file
         ends or cannot be read, ValueError for bytes outside the tensor.
@@ -239,6 +239,8 @@ def _map(path: Path, undo: ExitStack) -> tuple[FileIO, mmap.mmap]:
                 path, None, "is not a regular file and cannot be mapped", hint="save it to disk"
             )
         handle = undo.enter_context(open(path, "rb", 0))  # noqa: SIM115 - `undo` closes
+        if hasattr(os, "posix_fadvise"):  # threads that take turns look like no order to it
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         size_bytes = os.fstat(handle.fileno()).st_size
         if size_bytes == 0:
             raise FileFormatError(path, 0, "is empty (0 bytes)", hint=DAMAGED)

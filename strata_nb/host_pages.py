@@ -71,9 +71,9 @@ def give_back(address: int, size: int) -> None:
 def advise_large(address: int, size: int) -> None:
     """Let memory that was not touched yet come in large pages, where the system has them.
 
-    Weights are read from end to end, gigabytes for each token: with pages of 4 KiB a good part of
-    the time goes into looking up addresses. A kernel without large pages says EINVAL: then they
-    stay small, which is slower and not wrong.
+    Weights are read from end to end, gigabytes for each token, and a processor remembers the places
+    of too few pages of 4 KiB for that. A kernel without large pages says EINVAL: then they stay
+    small, which is slower and not wrong.
     """
     if _libc.madvise(address, size, mmap.MADV_HUGEPAGE) != 0 and ctypes.get_errno() != errno.EINVAL:
         _check(-1)

@@ -7,8 +7,9 @@
                                       --pack--> staging --copy--> place on the device
 
 The work is cut into pieces of whole groups of rows; worker threads take them in the order of the
-file. The file is read, not mapped: a page fault for each 4 KiB costs more than a copy that stays in
-the core's cache. Memory is touched first where it is packed, by all workers together.
+file. They read it and do not use its mapping: the copy, which stays in the core's cache, hardly
+shows, while a page that is mapped cannot be let go, and a file that is cut off would end the
+process. Memory is touched first where it is packed, by all workers together.
 
 The system keeps what was read of a file in memory, and a second start is much faster for it. Where
 the file does not fit beside its packed copy, the workers let it go piece by piece (`keep_cached`,
@@ -24,6 +25,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -37,16 +39,16 @@ from strata_nb.cache.slots import BLOB_ALIGNMENT
 from strata_nb.errors import ConfigError, OutOfDeviceMemory
 from strata_nb.execution import ExecutionDriver
 from strata_nb.formats import TensorType, row_bytes
-from strata_nb.gguf import GGUFFile
+from strata_nb.gguf import GGUFFile, TensorInfo
 from strata_nb.loading_pieces import (
+    FLOAT_BYTES,
     Piece,
     Progress,
     carry_out,
-    cut,
-    is_vector,
-    row_values,
+    matrix_pieces,
     to_device,
     to_host,
+    vector_piece,
 )
 
 ALIGNMENT = BLOB_ALIGNMENT  # bytes; of each tensor on the device and each part of a blob
@@ -56,7 +58,7 @@ BLOCK_BYTES = 1 << 30  # of the arena, registered by one call each
 
 
 class PackedTensor(NamedTuple):
-    """Say where a tensor is: a vector as float32 (values,), or packed rows (outputs, values)."""
+    """Say where a tensor is: a matrix (outputs, values), packed, or a vector (values,), float32."""
 
     address: int
     kind: TensorType
@@ -135,9 +137,9 @@ def _place_dense(file: GGUFFile, names: Iterable[str]) -> tuple[dict[str, Packed
         tensor = file.tensors[name]
         kind: TensorType
         shape: tuple[int, ...]
-        if is_vector(tensor):
-            kind, shape = TensorType.F32, (row_values(tensor),)
-            size = 4 * row_values(tensor)
+        if _is_vector(tensor):
+            kind, shape = TensorType.F32, (prod(tensor.shape),)
+            size = FLOAT_BYTES * shape[0]
         else:
             kind, shape, size = tensor.type, tensor.shape, tensor.size_bytes
             if len(shape) != 2:  # `models.describe` checked it
@@ -294,11 +296,13 @@ def load_dense(
             name: PackedTensor(address + offset, kind, shape)
             for name, (offset, kind, shape) in offsets.items()
         }
-        pieces = [
-            piece
-            for name, placed in tensors.items()
-            for piece in cut(file.tensors[name], 0, placed.address)
-        ]
+        pieces: list[Piece] = []
+        for name, placed in tensors.items():
+            tensor = file.tensors[name]
+            if _is_vector(tensor):
+                pieces.append(vector_piece(tensor, placed.address))
+            else:
+                pieces += matrix_pieces(tensor, 0, placed.address)
         with ExitStack() as work:
             staging = max((piece.target_bytes for piece in pieces), default=0)
             deliver = [to_device(driver, device, staging, work) for _ in range(threads)]
@@ -328,7 +332,7 @@ def load_experts(
             for part, name in layer.items():
                 inside = layout.parts[number][part].offset
                 for expert, offset in enumerate(layout.offsets[number].tolist()):
-                    pieces += cut(file.tensors[name], expert, address + offset + inside)
+                    pieces += matrix_pieces(file.tensors[name], expert, address + offset + inside)
         carry_out(file, pieces, [to_host] * threads, keep_cached, progress)
         # After the memory was touched: a driver would touch it all in one thread.
         for offset, size in layout.blocks:
@@ -355,6 +359,11 @@ def _map_arena(size: int, undo: ExitStack) -> int:
             hint="end other programs, or raise the limit of this one (ulimit -v)",
         ) from error
     return address
+
+
+def _is_vector(tensor: TensorInfo) -> bool:
+    """Return whether all dimensions but the last are 1, as some writers of norms have it."""
+    return prod(tensor.shape[:-1]) == 1
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -20,6 +20,7 @@ from strata_nb.gguf import GGUFFile, TensorInfo
 from strata_nb.packing import GROUP_ROWS, pack
 
 PIECE_BYTES = 1 << 20  # read and packed at a time: a worker's buffer stays in its core's cache
+FLOAT_BYTES = 4
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -46,7 +47,10 @@ class Progress:
 
 
 class Piece(NamedTuple):
-    """Some rows of a tensor: `size_bytes` from byte `start` on, and the address they go to."""
+    """Some rows of a tensor: `size_bytes` from byte `start` on, and the address they go to.
+
+    They are packed, or become float32 where `as_float32`.
+    """
 
     tensor: TensorInfo
     start: int
@@ -54,36 +58,41 @@ class Piece(NamedTuple):
     rows: int
     target: int
     target_bytes: int
+    as_float32: bool
 
 
 Deliver = Callable[[Piece, Bytes], None]  # with the bytes of the file
 
 
-def cut(tensor: TensorInfo, matrix: int, target: int) -> Iterator[Piece]:
-    """Yield the pieces of a vector, a matrix, or one matrix of a stack, in their order."""
-    if is_vector(tensor):
-        yield Piece(tensor, 0, tensor.size_bytes, 1, target, 4 * row_values(tensor))
-        return
+def vector_piece(tensor: TensorInfo, target: int) -> Piece:
+    """Return the one piece of a vector, which kernels read as float32."""
+    size = FLOAT_BYTES * prod(tensor.shape)
+    return Piece(tensor, 0, tensor.size_bytes, 1, target, size, True)
+
+
+def matrix_pieces(tensor: TensorInfo, number: int, target: int) -> Iterator[Piece]:
+    """Yield the pieces, in their order, of a matrix: the only one, or that number of a stack."""
     outputs, values = tensor.shape[-2:]
     row = row_bytes(tensor.type, values)
-    start = matrix * outputs * row
+    start = number * outputs * row
     step = max(1, PIECE_BYTES // (row * GROUP_ROWS)) * GROUP_ROWS
     for first in range(0, outputs, step):
         rows = min(step, outputs - first)
-        place = target + first * row
-        yield Piece(tensor, start + first * row, rows * row, rows, place, rows * row)
+        size = rows * row
+        yield Piece(tensor, start + first * row, size, rows, target + first * row, size, False)
 
 
 def convert(piece: Piece, raw: Bytes, address: int) -> None:
     """Write the piece as kernels read it."""
-    out, values = memory_view(address, piece.target_bytes), row_values(piece.tensor)
-    if is_vector(piece.tensor):
+    out = memory_view(address, piece.target_bytes)
+    if piece.as_float32:
         dequantise(piece.tensor.type, raw, out.view(np.float32))
     else:
-        pack(piece.tensor.type, raw, piece.rows, values, out)
+        pack(piece.tensor.type, raw, piece.rows, piece.tensor.shape[-1], out)
 
 
 def to_host(piece: Piece, raw: Bytes) -> None:
+    """Bring a piece to an address of the host."""
     convert(piece, raw, piece.target)
 
 
@@ -109,15 +118,17 @@ def carry_out(
     keep_cached: bool,
     progress: Progress,
 ) -> None:
-    """Read and deliver all pieces, with one worker thread for each of `deliver`."""
+    """Read and deliver all pieces, with one worker thread for each of `deliver`.
+
+    When this returns or raises, no worker runs any more. The first error of a worker is raised, as
+    is what `progress` raises.
+    """
     in_file_order = iter(
         sorted(pieces, key=lambda piece: (piece.tensor.shard, piece.tensor.offset + piece.start))
     )
     taking = threading.Lock()
     stop = threading.Event()
-    done: queue.SimpleQueue[int | None] = (
-        queue.SimpleQueue()
-    )  # bytes of a piece; None: a worker ended
+    done: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # bytes; None: a worker ended
     largest = max((piece.size_bytes for piece in pieces), default=0)
 
     def work(deliver: Deliver) -> None:
@@ -166,12 +177,3 @@ def _join(pool: ThreadPoolExecutor) -> None:
             interrupt = error
     if interrupt is not None:
         raise interrupt
-
-
-def is_vector(tensor: TensorInfo) -> bool:
-    return prod(tensor.shape[:-1]) == 1
-
-
-def row_values(tensor: TensorInfo) -> int:
-    """Return the length of a row."""
-    return tensor.shape[-1] if tensor.shape else 1

@@ -32,21 +32,41 @@ UNTOUCHED = np.float32(7e33)
 
 
 def run(
-    kernel: HostKernel, name: str, threads: int, rows: int, variant: Any = None, **values: Any
+    kernel: HostKernel,
+    name: str,
+    threads: int,
+    rows: int,
+    variant: Any = None,
+    only: int | None = None,
+    **values: Any,
 ) -> None:
-    """Launch a kernel of the table on its threads, one after the other; arrays go by address."""
+    """Launch a kernel of the table on its threads, the last first, or on one of them only.
+
+    Arrays go by address.
+    """
     kept = {"rows": np.array([rows]), **values}
     words = {
         key: at(value) if isinstance(value, np.ndarray) else value for key, value in kept.items()
     }
     arguments = np.array([*launch(name, words, variant=variant).arguments, *kernel.extra], np.int64)
-    for thread in reversed(range(threads)):
+    for thread in reversed(range(threads)) if only is None else (only,):
         kernel.function(at(arguments), thread, threads)
 
 
 def at(array: NDArray[Any]) -> int:
     assert array.flags.c_contiguous
     return array.ctypes.data
+
+
+def room(rows: int, width: int) -> Floats:
+    """Return an array for some rows, and a row behind them that nobody may write."""
+    return np.full((rows + 1, width), UNTOUCHED)
+
+
+def written(out: Floats) -> Floats:
+    """Return the rows of such an array."""
+    assert np.all(out[-1] == UNTOUCHED)
+    return out[:-1]
 
 
 def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
@@ -126,23 +146,15 @@ def normed(
 ) -> Floats:
     """Run rms_norm on x (rows, parts * width) and return float32 of the same width."""
     rows = len(x) if rows is None else rows
+    out = room(rows, x.shape[1])
+    run_norm(x, threads, rows, parts, out=out, **how)
+    return written(out)
+
+
+def run_norm(x: Floats, threads: int, rows: int, parts: int, **how: Any) -> None:
     width = x.shape[1] // parts
-    out = how.pop("out", None)
-    if out is None:
-        out = np.full((rows, x.shape[1]), UNTOUCHED)
-    values = {"index": 0, "packed": 0, "weight": normal(width, seed=9), "eps": 1e-6, **how}
-    run(
-        rms_norm_kernel(),
-        "rms_norm",
-        threads,
-        rows,
-        x=x,
-        out=out,
-        parts=parts,
-        width=width,
-        **values,
-    )
-    return out
+    rest = {"index": 0, "packed": 0, "weight": normal(width, seed=9), "eps": 1e-6, **how}
+    run(rms_norm_kernel(), "rms_norm", threads, rows, x=x, parts=parts, width=width, **rest)
 
 
 @pytest.mark.parametrize("width", [1, 5, 16, 31, 32, 33, 64, 100, 160, 2048])
@@ -150,6 +162,15 @@ def test_norms_are_those_of_the_reference(width: int) -> None:
     x, weight = normal(5, width) * 3, normal(width, seed=9)
     expected = reference.rms_norm(x, weight, 1e-6)
     np.testing.assert_allclose(normed(x), expected, rtol=5e-7, atol=0)
+
+
+@pytest.mark.parametrize("width", [3, 64, 100])
+def test_norms_round_as_the_reference_does(width: int) -> None:
+    # Sums of small whole numbers have no error, in whatever order: root and quotients remain.
+    x = np.random.default_rng(width).integers(-9, 10, (50, width)).astype(np.float32)
+    x[:, 0] = 9
+    weight = normal(width, seed=9)
+    assert same_bits(normed(x, weight=weight), reference.rms_norm(x, weight, 1e-6))
 
 
 def test_a_norm_of_parts_is_that_of_each_part() -> None:
@@ -173,7 +194,7 @@ def test_a_norm_may_overwrite_its_rows_and_be_quantised_at_once() -> None:
         for threads in THREADS:
             rows = x.copy()
             packed = np.full((5, row_bytes(width * parts)), 99, np.uint8)
-            normed(rows, threads, parts=parts, out=rows, packed=packed)
+            run_norm(rows, threads, 5, parts, out=rows, packed=packed)
             assert same_bits(rows, expected)
             assert same_bits(packed, quantised(expected))
 
@@ -182,7 +203,7 @@ def test_a_norm_may_be_wanted_in_quantised_form_only() -> None:
     x = normal(3, 96)
     packed = np.full((3, row_bytes(96)), 99, np.uint8)
     before = x.copy()
-    normed(x, 2, out=0, packed=packed)
+    run_norm(x, 2, 3, 1, out=0, packed=packed)
     assert same_bits(packed, quantised(normed(x)))
     assert same_bits(x, before)
 
@@ -216,13 +237,12 @@ def test_a_norm_shows_values_that_are_not_finite() -> None:
 # -- gates -----------------------------------------------------------------------------------------
 
 
-def gated(gate: Floats, up: Floats, threads: int = 1, out: Any = None, packed: Any = 0) -> Floats:
-    if out is None:
-        out = np.full(gate.shape, UNTOUCHED)
+def gated(gate: Floats, up: Floats, threads: int = 1, packed: Any = 0) -> Floats:
     rows, values = gate.shape
+    out = room(rows, values)
     kernel = silu_mul_kernel()
     run(kernel, "silu_mul", threads, rows, gate=gate, up=up, out=out, packed=packed, values=values)
-    return out
+    return written(out)
 
 
 @pytest.mark.parametrize("values", [1, 7, 16, 24, 32, 100, 768])
@@ -252,7 +272,8 @@ def test_silu_times_up_may_be_quantised_at_once() -> None:
         assert same_bits(gated(gate, up, threads, packed=packed), expected)
         assert same_bits(packed, quantised(expected))
         packed[:] = 99
-        gated(gate, up, threads, out=0, packed=packed)
+        buffers = {"gate": gate, "up": up, "out": 0, "packed": packed}
+        run(silu_mul_kernel(), "silu_mul", threads, 3, values=160, **buffers)
         assert same_bits(packed, quantised(expected))
 
 
@@ -261,7 +282,9 @@ def test_silu_times_up_may_overwrite_the_gate() -> None:
     expected = gated(gate, up)
     for threads in THREADS:
         rows = gate.copy()
-        assert same_bits(gated(rows, up, threads, out=rows), expected)
+        buffers = {"gate": rows, "up": up, "out": rows, "packed": 0}
+        run(silu_mul_kernel(), "silu_mul", threads, 3, values=50, **buffers)
+        assert same_bits(rows, expected)
 
 
 @pytest.mark.parametrize("width", [1, 13, 16, 50, 256])
@@ -452,23 +475,31 @@ def test_rows_are_gathered_for_experts_with_more_than_one(
     rows: int, experts: int, top_k: int, size: int
 ) -> None:
     groups = Groups(rows, experts, top_k, 1)
-    x = np.random.default_rng(0).integers(0, 256, (rows, size), np.uint8)
+    x = np.random.default_rng(0).integers(1, 256, (rows, size), np.uint8)
     counts = np.diff(groups.starts)
     alone = np.repeat(counts, counts) == 1
-    expected = np.where(alone[:, None], np.uint8(77), x[groups.members // top_k])
+    expected = np.where(alone[:, None], np.uint8(0), x[groups.members // top_k])
     for threads in THREADS:
-        gathered = np.full((rows * top_k, size), 77, np.uint8)
-        run(
-            expert_gather_kernel(),
-            "expert_gather",
-            threads,
-            rows,
-            x=x,
-            starts=groups.starts,
-            members=groups.members,
-            gathered=gathered,
-            experts=experts,
-            top_k=top_k,
-            row_bytes=size,
-        )
-        assert same_bits(gathered, expected)
+        times_written = np.zeros(rows * top_k, np.int64)
+        for thread in range(threads):
+            gathered = np.zeros((rows * top_k + 1, size), np.uint8)
+            run(
+                expert_gather_kernel(),
+                "expert_gather",
+                threads,
+                rows,
+                only=thread,
+                x=x,
+                starts=groups.starts,
+                members=groups.members,
+                gathered=gathered,
+                experts=experts,
+                top_k=top_k,
+                row_bytes=size,
+            )
+            found = gathered[:-1]
+            here = found.any(axis=1)
+            assert np.array_equal(found[here], expected[here])
+            assert not gathered[-1].any()
+            times_written += here
+        assert np.array_equal(times_written, ~alone)

@@ -292,6 +292,7 @@ def test_the_number_of_threads_does_not_change_a_byte(world: World, what: str) -
         (TensorType.F16, (7,)),
         (TensorType.BF16, (9,)),
         (TensorType.F16, (1, 5)),
+        (TensorType.F16, (1, 1, 5)),
         (TensorType.Q4_0, (64,)),
         (TensorType.F16, ()),
     ],
@@ -334,6 +335,24 @@ def test_tensors_come_from_every_shard_of_a_split_model(tmp_path: Path) -> None:
             for name, tensor in weights.tensors.items():
                 found = unpacked(tensor.address, tensor.kind, tensor.shape)
                 np.testing.assert_array_equal(found, file.raw(name))
+    driver.close()
+
+
+def test_a_stack_of_one_expert_with_one_row_stays_a_matrix(tmp_path: Path) -> None:
+    names = {"gate": "g", "down": "d"}
+    tensors = [Tensor("g", (1, 1, 64), 2), Tensor("d", (1, 64, 32), 2)]
+    driver = HostDriver([HostDevice(1 << 20)])
+    with GGUFFile.open(put(tmp_path, build({}, tensors))) as file:
+        layout = expert_layout(file, [names])
+        with load_experts(
+            file, [names], layout, driver, threads=1, keep_cached=True, progress=Progress(0)
+        ) as experts:
+            assert layout.blob_bytes == (256 + 64 * 18 + 128,)
+            for part, (inside, kind, shape) in layout.parts[0].items():
+                found = unpacked(experts.arena.address + inside, kind, shape)
+                np.testing.assert_array_equal(found, file.raw(names[part]))
+            gap = memory_view(experts.arena.address + 36, 256 - 36)
+            assert not gap.any()
     driver.close()
 
 
