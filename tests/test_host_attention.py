@@ -31,6 +31,7 @@ Integers = NDArray[np.int64]
 NAN_BYTE = 0xFF  # a float, a float16 and a scale of such bytes are all NaN
 
 TYPES = [("f32", "f32"), ("f16", "f16"), ("int8", "int8"), ("int8", "f16"), ("f16", "int8")]
+LENGTHS = (64, 36)  # of most tests, because every pair of lengths is a kernel to compile
 types = pytest.mark.parametrize("kinds", TYPES, ids=lambda kinds: "-".join(kinds))
 
 
@@ -167,18 +168,15 @@ def close(found: Floats, expected: Floats) -> bool:
 
 
 @types
-@pytest.mark.parametrize("lengths", [(64, 64), (20, 36)])
-def test_rows_attend_as_the_reference_does(
-    kinds: tuple[str, str], lengths: tuple[int, int]
-) -> None:
-    kv = Store(kinds, 2, lengths)
+def test_rows_attend_as_the_reference_does(kinds: tuple[str, str]) -> None:
+    kv = Store(kinds, 2, LENGTHS)
     kv.fill(0, 201, np.random.default_rng(0))
     positions = [0, 63, 64, 65, 200]
-    q = random_queries(5, 6, lengths[0])
+    q = random_queries(5, 6, LENGTHS[0])
     assert close(kv.attend(q, [0] * 5, positions), kv.expected(q, 0, positions))
 
 
-@pytest.mark.parametrize("lengths", [(16, 16), (80, 96), (128, 128), (192, 128), (7, 1)])
+@pytest.mark.parametrize("lengths", [(16, 16), (80, 128), (20, 96), (7, 1)])
 def test_heads_of_any_length_attend(lengths: tuple[int, int]) -> None:
     kv = Store(("f16", "int8"), 1, lengths)
     kv.fill(0, 70, np.random.default_rng(0))
@@ -189,7 +187,7 @@ def test_heads_of_any_length_attend(lengths: tuple[int, int]) -> None:
 
 @types
 def test_a_row_has_the_same_bits_alone_and_in_a_prompt(kinds: tuple[str, str]) -> None:
-    kv = Store(kinds, 2, (64, 48), cells=320)
+    kv = Store(kinds, 2, LENGTHS, cells=320)
     kv.fill(0, 300, np.random.default_rng(0))
     positions = list(range(210, 210 + 75))
     q = random_queries(75, 6, 64)
@@ -201,7 +199,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_prompt(kinds: tuple[str, str]) -
 
 @pytest.mark.parametrize("rows", [1, 3, 80])
 def test_the_number_of_threads_changes_no_bit(rows: int) -> None:
-    kv = Store(("f16", "f16"), 3, (64, 64))
+    kv = Store(("f16", "f16"), 3, LENGTHS)
     kv.fill(0, 170, np.random.default_rng(0))
     positions = list(range(90, 90 + rows))
     q = random_queries(rows, 9, 64)
@@ -211,7 +209,7 @@ def test_the_number_of_threads_changes_no_bit(rows: int) -> None:
 
 
 def test_rows_of_several_sequences_attend_to_their_own_cells() -> None:
-    kv = Store(("f16", "f16"), 2, (64, 64), sequences=3)
+    kv = Store(("f16", "f16"), 2, LENGTHS, sequences=3)
     rng = np.random.default_rng(0)
     for sequence, cells in enumerate((130, 66, 5)):
         kv.fill(sequence, cells, rng)
@@ -229,7 +227,7 @@ def test_rows_of_several_sequences_attend_to_their_own_cells() -> None:
 
 @types
 def test_cells_behind_a_row_leave_no_trace(kinds: tuple[str, str]) -> None:
-    clean, dirty = Store(kinds, 1, (64, 64)), Store(kinds, 1, (64, 64))
+    clean, dirty = Store(kinds, 1, LENGTHS), Store(kinds, 1, LENGTHS)
     positions = [61, 62, 63, 64, 65]
     for kv in (clean, dirty):
         kv.fill(0, 66, np.random.default_rng(0))  # the other cells are NaN
@@ -241,9 +239,9 @@ def test_cells_behind_a_row_leave_no_trace(kinds: tuple[str, str]) -> None:
 
 
 def test_int8_and_float16_cells_are_worth_what_they_read_as() -> None:
-    q = random_queries(3, 2, 80)
+    q = random_queries(3, 2, 64)
     for kind in ("int8", "f16"):
-        kv, wide = Store((kind, kind), 1, (80, 80)), Store(("f32", "f32"), 1, (80, 80))
+        kv, wide = Store((kind, kind), 1, LENGTHS), Store(("f32", "f32"), 1, LENGTHS)
         kv.fill(0, 90, np.random.default_rng(0))
         for part in ("k", "v"):
             cells = kv.read(part, 0, 90)  # type: ignore[arg-type]
@@ -254,31 +252,31 @@ def test_int8_and_float16_cells_are_worth_what_they_read_as() -> None:
 
 
 def test_scores_that_are_not_numbers_give_results_that_are_none() -> None:
-    kv = Store(("f32", "f32"), 1, (16, 16))
+    kv = Store(("f32", "f32"), 1, LENGTHS)
     kv.fill(0, 100, np.random.default_rng(0))
-    kv.write("k", 0, 70, np.full((1, 16), np.nan, np.float32))
-    found = kv.attend(random_queries(2, 4, 16), [0, 0], [69, 70])
+    kv.write("k", 0, 70, np.full((1, 64), np.nan, np.float32))
+    found = kv.attend(random_queries(2, 4, 64), [0, 0], [69, 70])
     assert np.all(np.isfinite(found[0]))
     assert np.all(np.isnan(found[1]))
 
 
 def test_infinite_scores_do_what_the_softmax_says() -> None:
-    kv = Store(("f32", "f32"), 1, (16, 16))
+    kv = Store(("f32", "f32"), 1, LENGTHS)
     kv.fill(0, 100, np.random.default_rng(0))
     # Nothing counts among the first 64 cells, then numbers do.
     for cell in range(64):
-        kv.write("k", 0, cell, np.full((1, 16), -np.inf, np.float32))
-    q = np.abs(random_queries(1, 1, 16))
+        kv.write("k", 0, cell, np.full((1, 64), -np.inf, np.float32))
+    q = np.abs(random_queries(1, 1, 64))
     assert np.all(np.isnan(kv.attend(q, [0], [63])))
     assert close(kv.attend(q, [0], [99]), kv.expected(q, 0, [99]))
-    kv.write("k", 0, 80, np.full((1, 16), np.inf, np.float32))
+    kv.write("k", 0, 80, np.full((1, 64), np.inf, np.float32))
     assert np.all(np.isnan(kv.attend(q, [0], [99])))
 
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:
-    kv = Store(("f32", "f32"), 1, (16, 16))
+    kv = Store(("f32", "f32"), 1, LENGTHS)
     kv.fill(0, 130, np.random.default_rng(0))
-    q = random_queries(1, 1, 16) * np.float32(1e4)
+    q = random_queries(1, 1, 64) * np.float32(1e4)
     assert close(kv.attend(q, [0], [129]), kv.expected(q, 0, [129]))
 
 
@@ -435,9 +433,9 @@ def test_numbers_are_rounded_to_float16_as_numpy_does_on_every_path(
 PROGRAM = """
 import sys
 import numpy as np
-from test_host_attention import Store, angles, append, random_queries
+from test_host_attention import LENGTHS, Store, angles, append, random_queries
 with open(sys.argv[1], "wb") as file:
-    kv = Store(("int8", "f16"), 2, (64, 36))
+    kv = Store(("int8", "f16"), 2, LENGTHS)
     rows = [(0, cell) for cell in range(70)]
     k, v = random_queries(70, 2, 64), random_queries(70, 2, 36)
     append(kv, rows, k, v, angles(70, 32), 1, 1)

@@ -7,6 +7,7 @@ needs work space: a rotated value depends on two values, so it is computed where
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -167,10 +168,14 @@ def _store_f16(
 
 
 @inlined
-def _larger(largest: Any, values: Any) -> Any:
-    """Return the larger magnitudes, as integers: NaN > infinity > the rest."""
-    bits = _as_integers(values) & _MAGNITUDE
-    return where_less(largest, bits, bits, largest)
+def _magnitude(values: Any) -> Any:
+    """Return magnitudes as integers, in whose order NaN > infinity > the rest."""
+    return _as_integers(values) & _MAGNITUDE
+
+
+@inlined
+def _larger(a: Any, b: Any) -> Any:
+    return where_less(a, b, b, a)
 
 
 @inlined
@@ -196,18 +201,14 @@ def _store_int8(
         whole = end - (end - start) % _LANES if by_sixteen else start
         bits = no_integers()
         for first in range(start, whole, _LANES):
-            bits = _larger(bits, _rotated(x, cosines, first, planes, halves))
+            bits = _larger(bits, _magnitude(_rotated(x, cosines, first, planes, halves)))
         for number in range(whole, end):
             value = _rotated_value(x, cosines, number, planes, halves)
-            bits = _larger(bits, all_lanes(no_floats(), value))
-        other = _across_8(bits)
-        bits = where_less(bits, other, other, bits)
-        other = _across_4(bits)
-        bits = where_less(bits, other, other, bits)
-        other = _across_2(bits)
-        bits = where_less(bits, other, other, bits)
-        other = _across_1(bits)
-        bits = where_less(bits, other, other, bits)
+            bits = _larger(bits, _magnitude(all_lanes(no_floats(), value)))
+        bits = _larger(bits, _across_8(bits))
+        bits = _larger(bits, _across_4(bits))
+        bits = _larger(bits, _across_2(bits))
+        bits = _larger(bits, _across_1(bits))
         half = halves_of_floats(_as_floats(bits) / _LIMIT)
         store(scales + 2 * group, _first_lane(half))
         scale = only_lane(floats_of_halves(half))
@@ -226,38 +227,33 @@ def _store_int8(
 _STORES = {"f32": _store_f32, "f16": _store_f16, "int8": _store_int8}
 
 
+def _plane_bytes(kind: str) -> Callable[..., Any]:
+    """Return a function (length) that says how many bytes a plane has."""
+    described = CACHE_TYPES[kind]
+    size, group = described.dtype.itemsize, described.group
+    scale = 0 if described.scale_dtype is None else described.scale_dtype.itemsize
+
+    @inlined
+    def plane_bytes(length: int) -> Any:
+        return BLOCK_CELLS * (length * size + (length + group - 1) // group * scale)
+
+    return plane_bytes
+
+
 @cache
 def kv_append_kernel(keys: str, values: str) -> HostKernel:
     """Return the kernel `kv_append` for a pair of `CACHE_TYPES`."""
     store_key, store_value = _STORES[keys], _STORES[values]
-    key_type, value_type = CACHE_TYPES[keys], CACHE_TYPES[values]
-    key_size, key_group = key_type.dtype.itemsize, key_type.group
-    value_size, value_group = value_type.dtype.itemsize, value_type.group
-    key_scale, value_scale = (
-        0 if kind.scale_dtype is None else kind.scale_dtype.itemsize
-        for kind in (key_type, value_type)
-    )
+    key_plane, value_plane = _plane_bytes(keys), _plane_bytes(values)
 
     def kv_append(arguments: int, thread: int, threads: int) -> None:
         rows, heads = load_i64(word(arguments, 0)), word(arguments, 10)
-        sequences, positions, table = (
-            word(arguments, 1),
-            word(arguments, 2),
-            word(arguments, 3),
-        )
-        k, v, blocks, table_width = (
-            word(arguments, 4),
-            word(arguments, 5),
-            word(arguments, 6),
-            word(arguments, 7),
-        )
+        sequences, positions, table = word(arguments, 1), word(arguments, 2), word(arguments, 3)
+        k, v = word(arguments, 4), word(arguments, 5)
+        blocks, table_width = word(arguments, 6), word(arguments, 7)
         k_offset, v_offset = word(arguments, 8), word(arguments, 9)
         key_length, value_length = word(arguments, 11), word(arguments, 12)
         planes, halves = word(arguments, 13), word(arguments, 14)
-        key_groups = (key_length + key_group - 1) // key_group
-        value_groups = (value_length + value_group - 1) // value_group
-        key_bytes = BLOCK_CELLS * (key_length * key_size + key_groups * key_scale)
-        value_bytes = BLOCK_CELLS * (value_length * value_size + value_groups * value_scale)
         first, last = share(rows * heads, 1, thread, threads)
         for unit in range(first, last):
             row, head = unit // heads, unit % heads
@@ -265,24 +261,11 @@ def kv_append_kernel(keys: str, values: str) -> HostKernel:
             line = blocks + 8 * table_width * load_i64(sequences + 8 * row)
             block = load_i64(line + 8 * (position // BLOCK_CELLS))
             cell = position % BLOCK_CELLS
-            store_key(
-                block + k_offset + head * key_bytes,
-                cell,
-                k + 4 * key_length * unit,
-                table + 8 * planes * position,
-                key_length,
-                planes,
-                halves,
-            )
-            store_value(
-                block + v_offset + head * value_bytes,
-                cell,
-                v + 4 * value_length * unit,
-                0,
-                value_length,
-                0,
-                0,
-            )
+            plane = block + k_offset + head * key_plane(key_length)
+            cosines = table + 8 * planes * position
+            store_key(plane, cell, k + 4 * key_length * unit, cosines, key_length, planes, halves)
+            plane = block + v_offset + head * value_plane(value_length)
+            store_value(plane, cell, v + 4 * value_length * unit, 0, value_length, 0, 0)
 
     kv_append.__name__ = kv_append.__qualname__ = f"kv_append_{keys}_{values}"
     return HostKernel(compiled(SIGNATURE)(kv_append))
