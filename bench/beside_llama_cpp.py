@@ -148,6 +148,7 @@ def main() -> None:
     cases += [Case(int(number), tokens) for number in arguments["--context"].split(",")]
     # A session that generates also holds the token before the clock.
     cells = max(case.before + case.tokens for case in cases) + 1
+    load_average = os.getloadavg()[0]
     options = Options(model, device=arguments["--device"], ctx_size=cells, threads=threads)
     with Engine.open(options) as engine:
         description = engine.description
@@ -173,6 +174,7 @@ def main() -> None:
         row = figures(case, [each.case_s[case] for each in rounds], size_bytes, bandwidth["median"])
         row[LLAMA_CPP]["settings"] = peer.contexts[case]
         rows.append(row)
+    print(f"load average before: {load_average:.1f}; {len(rounds)} rounds")
     print(table(rows, bandwidth, idleness.shares()))
     write_result(
         f"beside_llama_cpp_{arguments['--name'] or model.stem}",
@@ -186,7 +188,7 @@ def main() -> None:
             "cpu_path": PATH.value,
             "threads": threads,
             "repeats": len(rounds),
-            "load_average": os.getloadavg()[0],
+            "load_average_before": load_average,
             "plain_read_bytes_per_s": bandwidth,
             "rows": rows,
             "llama_cpp_load": peer.load,
