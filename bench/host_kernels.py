@@ -23,8 +23,6 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,32 +32,18 @@ from docopt import docopt
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
+from bandwidth import read_seconds, seconds
 from random_blocks import random_blocks
 from results import write_result
 
 from strata_nb import cpu
-from strata_nb.compiling import compiled
 from strata_nb.formats import TensorType, block_layout
 from strata_nb.kernels.host import activations, prompt, window
 from strata_nb.kernels.host.capability import PATH
-from strata_nb.kernels.host.vectors import load_integers, no_integers
 from strata_nb.packing import GROUP_ROWS, PACKED, pack
-from strata_nb.raw_memory import store
 
 THREADS = (1, 2)
 SPREAD = 0.02  # standard deviation of the weights
-
-
-@compiled("void(int64,int64,int64)")
-def read(place: int, size: int, result: int) -> None:
-    """Read memory, 256 bytes at a time; the sum keeps the compiler from leaving it out."""
-    first, second, third, fourth = no_integers(), no_integers(), no_integers(), no_integers()
-    for offset in range(0, size - 255, 256):
-        first = first + load_integers(place + offset)
-        second = second + load_integers(place + offset + 64)
-        third = third + load_integers(place + offset + 128)
-        fourth = fourth + load_integers(place + offset + 192)
-    store(result, (first + second) + (third + fourth))
 
 
 def main() -> None:
@@ -140,15 +124,12 @@ class Bench:
 
             return run
 
-        def plain(thread: int, threads: int) -> None:
-            first, last = share(weights.size, thread, threads)
-            read(weights.ctypes.data + first, last - first, work[thread].ctypes.data)
-
         decode = multiply(window.window_kernel(kind), 1, copies)
         reading_prompt = multiply(prompt.prompt_kernel(kind), self.prompt, 1)
         for threads in THREADS:
             pairs = [
-                (seconds(plain, threads), seconds(decode, threads)) for _ in range(self.repeats)
+                (read_seconds(weights, threads), seconds(decode, threads))
+                for _ in range(self.repeats)
             ]
             reading, decoding = (statistics.median(column) for column in zip(*pairs, strict=True))
             result[f"read_{threads}"] = weights.size / reading / 1e9
@@ -165,20 +146,6 @@ def share(total: int, thread: int, threads: int) -> tuple[int, int]:
     groups = -(-total // GROUP_ROWS)
     first, last = (groups * number // threads * GROUP_ROWS for number in (thread, thread + 1))
     return first, min(total, last)
-
-
-def seconds(work: Callable[[int, int], None], threads: int) -> float:
-    """Return the time that the threads need together."""
-    workers = [
-        threading.Thread(target=work, args=(number, threads)) for number in range(1, threads)
-    ]
-    start = time.perf_counter()
-    for worker in workers:
-        worker.start()
-    work(0, threads)
-    for worker in workers:
-        worker.join()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

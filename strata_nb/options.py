@@ -8,12 +8,14 @@ used are refused here, so that the command line and the Python API give the same
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from strata_nb.errors import ConfigError
 
 REFERENCE = "reference"
+_EXPERT_CACHE = re.compile(r"(\d{1,12})|(\d{1,9}(?:\.\d{1,9})?)(%|MiB|GiB)", re.ASCII)
 DEFAULT_CONTEXT_LIMIT = 8192  # cells, where neither the user nor the model asks for less
 DEFAULT_PREFILL_ROWS = 512  # rows of a prompt batch under `--prefill auto`
 MAX_SEED = 2**64 - 1
@@ -38,6 +40,27 @@ def _check_cache_type(flag: str, value: str | None) -> None:
 
     if value is not None and value not in CACHE_TYPES:
         raise _refuse(flag, value, "one of: " + ", ".join(CACHE_TYPES))
+
+
+def expert_cache_size(text: str) -> tuple[float, str] | None:
+    """Return what `--expert-cache TEXT` asks for: a number and its unit ("", "%", "MiB" or "GiB").
+
+    None for auto. ConfigError for another text, or a share of more than 100%.
+    """
+    if text == "auto":
+        return None
+    match = _EXPERT_CACHE.fullmatch(text) if isinstance(text, str) else None
+    if match is None or (match[3] == "%" and float(match[2]) > 100):
+        wanted = "auto, a number of slots, N% of all experts, or NGiB"
+        raise _refuse("--expert-cache", text, wanted)
+    return (float(match[1]), "") if match[1] else (float(match[2]), match[3])
+
+
+def _check_path(flag: str, value: object) -> None:
+    if value is not None and (
+        not isinstance(value, (str, os.PathLike)) or not os.fspath(value)
+    ):
+        raise _refuse(flag, value, "the path of a file")
 
 
 def _check_device(device: object) -> None:
@@ -110,6 +133,12 @@ class Options:
                 2**31 - 1,
                 "a number of MiB, 0 or more",
             )
+        expert_cache_size(self.expert_cache)
+        if not isinstance(self.deterministic, bool):
+            raise _refuse("--deterministic", self.deterministic, "as True or False")
+        _check_path("--expert-profile", self.expert_profile)
+        _check_path("--expert-profile-save", self.expert_profile_save)
+        _check_path("--routing-trace", self.routing_trace)
         _check_cache_type("--cache-type-k", self.cache_type_k)
         _check_cache_type("--cache-type-v", self.cache_type_v)
 

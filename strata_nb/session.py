@@ -182,6 +182,7 @@ class Session:
         Raises ConfigError, and adds nothing, where the context is too small for them. `progress` is
         called with (tokens read, tokens to read).
         """
+        self._check_open()
         self._description.check_ids(ids)
         total = self.position + len(ids)
         if total > self.ctx_size:
@@ -211,6 +212,7 @@ class Session:
 
     def append(self, token: int) -> None:
         """Add one token without reading it: that happens when the next logits are asked for."""
+        self._check_open()
         self._description.check_ids([token])
         self._drafted = 0
         self._ids.append(token)
@@ -221,6 +223,7 @@ class Session:
         What had not been read before is read first. `commit` says how many of them stay; until
         then nothing else may be done with the session. At most as many as a step has rows.
         """
+        self._check_open()
         self._description.check_ids(ids)
         most = min(self._model.max_rows, self.ctx_size - self.position)
         if not 1 <= len(ids) <= most:
@@ -294,8 +297,7 @@ class Session:
 
     def _read(self, progress: Progress | None) -> None:
         """Read what has not been read, in prompt batches."""
-        if not self._finalizer.alive:
-            raise StrataError("the session is closed", hint="open a new one: engine.open_session()")
+        self._check_open()
         model, sequence = self._model, self._sequence
         start, end = model.length(sequence), self.position
         for at in range(start, end, self._prefill_rows):
@@ -313,3 +315,9 @@ class Session:
                 self._logits = logits[0]
             if progress is not None:
                 progress(last + 1 - start, end - start)
+
+    def _check_open(self) -> None:
+        """Raise StrataError where this session, or its engine, is closed."""
+        if not self._finalizer.alive:
+            raise StrataError("the session is closed", hint="open a new one: engine.open_session()")
+        self._model.length(self._sequence)

@@ -381,14 +381,15 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_written(model: str) -> None:
 
 
 def test_ctrl_c_while_loading_ends_with_130(model: str, tmp_path: Path) -> None:
-    # A model read through a slow stand-in for dequantising: loading takes long enough to hit.
+    # A model read through a slow stand-in for dequantising: loading takes long enough to hit. The
+    # other devices' loading is interrupted in test_loading.py.
     code = (
         "import time, strata_nb.models.weights as w, strata_nb.__main__ as m, sys\n"
         "def slow(*given):\n"
         "    print('loading', flush=True)\n"
         "    time.sleep(60)\n"
         "w.dequantise = slow\n"
-        f"sys.argv = ['strata_nb', 'generate', '-m', {model!r}, 'hello']\n"
+        f"sys.argv = ['strata_nb', 'generate', '-m', {model!r}, '--device=reference', 'hello']\n"
         "m.main()"
     )
     process = subprocess.Popen(

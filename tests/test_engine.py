@@ -19,6 +19,7 @@ from threadpoolctl import threadpool_info
 from strata_nb import Engine, Options, Sampling, cpu, models
 from strata_nb.engine import Session
 from strata_nb.errors import ConfigError, FileFormatError, StrataError
+from strata_nb.steps import ReferenceSteps, Row
 
 GREEDY = Sampling(temperature=0)
 
@@ -30,36 +31,42 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[Engine]:
-    with Engine.open(Options(model, ctx_size=64, prefill=7)) as engine:
+@pytest.fixture(scope="module", params=["reference", "host"])
+def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with Engine.open(Options(model, device=request.param, ctx_size=64, prefill=7)) as engine:
         yield engine
 
 
 class Script:
     """A model whose next token is scripted: after n tokens the best one is script[n]."""
 
+    max_rows, warnings = 512, ()
+
     def __init__(self, script: Sequence[int], vocab: int) -> None:
         self.script, self.vocab = script, vocab
         self.batches: list[int] = []
+        self.read = 0
 
-    def new_state(self, ctx_size: int, type_k: str, type_v: str) -> ScriptState:
-        return ScriptState()
+    def open_sequence(self) -> int:
+        return 0
 
-    def forward(self, ids: Sequence[int], state: ScriptState, want: str) -> np.ndarray:
-        assert want == "last"
-        self.batches.append(len(ids))
-        state.length += len(ids)
-        logits = np.zeros((1, self.vocab), np.float32)
-        logits[0, self.script[min(state.length, len(self.script) - 1)]] = 10
+    def forget_sequence(self, sequence: int) -> None:
+        pass
+
+    def length(self, sequence: int) -> int:
+        return self.read
+
+    def rewind(self, sequence: int, length: int) -> None:
+        self.read = length
+
+    def step(self, rows: Sequence[Row]) -> np.ndarray:
+        wanted = [row.wants_logits for row in rows]
+        assert not any(wanted[:-1])
+        self.batches.append(len(rows))
+        self.read += len(rows)
+        logits = np.zeros((sum(wanted), self.vocab), np.float32)
+        logits[:, self.script[min(self.read, len(self.script) - 1)]] = 10
         return logits
-
-
-class ScriptState:
-    length = 0
-
-    def rewind(self, length: int) -> None:
-        self.length = length
 
 
 @pytest.fixture
@@ -266,7 +273,7 @@ def test_reading_a_prompt_reports_what_is_done_up_to_the_whole(engine: Engine) -
 def test_the_context_is_the_models_unless_asked_for_and_a_longer_one_is_warned_of(
     model: Path,
 ) -> None:
-    with Engine.open(Options(model)) as engine:
+    with Engine.open(Options(model, device="reference")) as engine:
         assert engine.ctx_size == 1024
         assert not any("1024" in warning for warning in engine.warnings)
     with Engine.open(Options(model, ctx_size=2000)) as engine:
@@ -277,9 +284,11 @@ def test_the_context_is_the_models_unless_asked_for_and_a_longer_one_is_warned_o
 def test_cache_types_are_used(model: Path, engine: Engine) -> None:
     ids = engine.encode("hello there, this is")
     exact = engine.logits(ids)[-1]
-    for kinds in (("f16", "f16"), ("int8", "int8")):
+    for kinds in (("f32", "f16"), ("int8", "int8")):
         with Engine.open(
-            Options(model, ctx_size=64, cache_type_k=kinds[0], cache_type_v=kinds[1])
+            Options(
+                model, engine.device, ctx_size=64, cache_type_k=kinds[0], cache_type_v=kinds[1]
+            )
         ) as other:
             difference = np.abs(other.logits(ids)[-1] - exact).max()
         assert 0 < difference < 0.5
@@ -295,7 +304,7 @@ def test_a_file_that_is_none_is_refused_and_nothing_stays_open(tmp_path: Path) -
 
 
 def test_a_closed_engine_and_its_sessions_refuse_to_compute(model: Path) -> None:
-    engine = Engine.open(Options(model))
+    engine = Engine.open(Options(model, device="reference"))
     session = engine.open_session()
     session.extend([1, 2])
     generation = session.generate()
@@ -313,8 +322,9 @@ def test_a_closed_engine_and_its_sessions_refuse_to_compute(model: Path) -> None
 
 
 def test_closing_an_engine_frees_its_weights(model: Path) -> None:
-    engine = Engine.open(Options(model))
-    weights = weakref.ref(engine._opened())
+    engine = Engine.open(Options(model, device="reference"))
+    assert isinstance(engine._model, ReferenceSteps)
+    weights = weakref.ref(engine._model._opened())
     engine.close()
     assert weights() is None
 
@@ -332,15 +342,15 @@ def test_each_engine_computes_with_its_own_number_of_threads(
     monkeypatch.setattr(models.ReferenceModel, "forward", spy)
     outside = [p["num_threads"] for p in threadpool_info()]
     with (
-        Engine.open(Options(model, threads=1)) as one,
-        Engine.open(Options(model, threads=2)) as two,
+        Engine.open(Options(model, "reference", threads=1)) as one,
+        Engine.open(Options(model, "reference", threads=2)) as two,
     ):
         for engine in (one, two, one):
             engine.logits([1])
     assert seen == [1, 2, 1]
     seen.clear()
     monkeypatch.setattr(cpu, "physical_cores", lambda: 2)
-    with Engine.open(Options(model)) as default:
+    with Engine.open(Options(model, device="reference")) as default:
         default.logits([1])
         default.logits([1, 2])
     assert seen == [1, 2]
@@ -361,13 +371,14 @@ def test_an_interrupt_between_cells_and_logits_costs_one_token_read_again(
 ) -> None:
     session = engine.open_session()
     session.extend([5, 6])
-    forward = Engine._forward
+    model = engine._model
+    step = model.step
 
-    def interrupted(*given: Any) -> Any:
-        forward(*given)
+    def interrupted(rows: Sequence[Row]) -> Any:
+        step(rows)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "_forward", interrupted)
+    monkeypatch.setattr(model, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         session.extend([7])
     monkeypatch.undo()

@@ -30,6 +30,12 @@ FLAGS = {
     "prefill": "--prefill",
     "cache_type_k": "--cache-type-k",
     "cache_type_v": "--cache-type-v",
+    "expert_cache": "--expert-cache",
+    "vram_reserve_mib": "--vram-reserve-mib",
+    "deterministic": "--deterministic",
+    "expert_profile": "--expert-profile",
+    "expert_profile_save": "--expert-profile-save",
+    "routing_trace": "--routing-trace",
 }
 
 REAL_FIELDS = {
@@ -52,7 +58,18 @@ REFUSED_SAMPLING: list[tuple[str, Any]] = [
 ]
 REFUSED_OPTIONS: list[tuple[str, Any]] = [
     *(("model", value) for value in ("", None, 5)),
-    *(("device", value) for value in ("", "cuda:99", "Reference", None)),
+    *(("device", value) for value in ("", "cuda:99", "Reference", "reference:1", "host:", None)),
+    *(
+        ("expert_cache", value)
+        for value in ("", "all", "-1", "101%", "3TiB", "1e3", "nan%", "12 GiB", None, 5)
+    ),
+    *(("vram_reserve_mib", value) for value in (-1, 2**31, 0.5, "64", True)),
+    *(("deterministic", value) for value in (0, 1, None, "yes")),
+    *(
+        (name, value)
+        for name in ("expert_profile", "expert_profile_save", "routing_trace")
+        for value in ("", 5)
+    ),
     *(("ctx_size", value) for value in (0, -1, 2**31, 1.5, "2048", True)),
     *(("threads", value) for value in (0, -1, 1025, 2.0, "4", True)),
     *(("prefill", value) for value in (0, -1, 65537, 1.0, "all", None, True)),
@@ -133,6 +150,9 @@ def test_the_ends_of_the_sampling_ranges_are_usable(values: dict[str, Any]) -> N
         {"device": "auto", "ctx_size": 2**31 - 1, "threads": 1024, "prefill": 65536},
         {"cache_type_k": "f16", "cache_type_v": "int8"},
         {"cache_type_k": "f32", "cache_type_v": "f32", "prefill": "auto"},
+        {"device": "host:16x64KiB@4KiB", "expert_cache": "0", "vram_reserve_mib": 0},
+        {"expert_cache": "100%", "vram_reserve_mib": 2**31 - 1, "deterministic": True},
+        {"expert_cache": "0.5GiB", "routing_trace": "r.npy", "expert_profile": "p"},
     ],
 )
 def test_the_ends_of_the_option_ranges_are_usable(values: dict[str, Any]) -> None:
@@ -149,7 +169,7 @@ def test_every_field_is_covered_by_these_tests() -> None:
 def test_a_refusal_lists_the_values_that_exist() -> None:
     with pytest.raises(ConfigError) as caught:
         Options("m.gguf", device="tpu")
-    assert caught.value.hint == "give --device one of: auto, reference"
+    assert caught.value.hint == "give --device one of: auto, host, host:1x64MiB, reference"
     with pytest.raises(ConfigError) as caught:
         Options("m.gguf", cache_type_k="q4")
     assert caught.value.hint == "give --cache-type-k one of: f32, f16, int8"

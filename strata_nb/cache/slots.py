@@ -9,19 +9,17 @@ bytes of a mixed file).
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb.errors import ConfigError
+from strata_nb.options import expert_cache_size
 
 BLOB_ALIGNMENT = 256  # bytes; of every blob, in the host arena and in a slot
 
 _UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
-_CACHE_SIZE = re.compile(r"(\d+)|(\d+(?:\.\d+)?)(%|MiB|GiB)", re.ASCII)
 
 
 class SlotLayout:
@@ -79,19 +77,15 @@ def slot_budget(text: str, layout: SlotLayout) -> int | None:
     More than one slot for each expert are of no use: the answer is at most that. ConfigError for
     another text.
     """
-    if text == "auto":
+    size = expert_cache_size(text)
+    if size is None:
         return None
-    match = _CACHE_SIZE.fullmatch(text)
-    if match is None or (match[3] == "%" and float(match[2]) > 100):
-        raise ConfigError(
-            f"--expert-cache {text}: not usable",
-            hint="give --expert-cache auto, a number of slots, N% of all experts, or NGiB",
-        )
-    if match[1]:
-        return min(int(match[1]), layout.full_slots)
-    if match[3] == "%":
-        return int(layout.full_slots * float(match[2]) / 100)
-    return layout.slots_within(int(float(match[2]) * _UNITS[match[3]]))
+    number, unit = size
+    if unit == "":
+        return min(int(number), layout.full_slots)
+    if unit == "%":
+        return int(layout.full_slots * number / 100)
+    return layout.slots_within(int(number * _UNITS[unit]))
 
 
 def host_offsets(blob_bytes: tuple[int, ...], experts: int) -> tuple[npt.NDArray[np.int64], int]:

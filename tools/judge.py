@@ -1,0 +1,175 @@
+"""Judge a device: is it as near the float32 forward as llama.cpp is? Exit status 1 if it is not.
+
+Run it from the root of the project, in an environment that also has llama-cpp-python, which is no
+dependency of the project.
+
+Usage:
+  judge.py MODEL --text=FILE [--device=NAME] [--tokens=N] [--threads=N] [--name=NAME]
+  judge.py --random [--only=NAMES] [--device=NAME] [--tokens=N] [--threads=N] [--name=NAME]
+  judge.py --help
+
+Options:
+  --text=FILE    evaluate the first tokens of a text, by the model's own tokenizer
+  --random       evaluate random tokens on the random models of tools/oracle_models.py, and on a
+                 random mixture of experts of every type that a matrix can have but F64
+  --only=NAMES   of those, the ones with these names, comma-separated; then nothing is stored
+  --device=NAME  the device that is judged [default: auto]
+  --tokens=N     how many [default: 1000]
+  --threads=N    of the device; default: its own choice
+  --name=NAME    the figures go to bench/results/judge_NAME.json; default: the model's name, or
+                 random
+
+Both the device and llama.cpp read the tokens twice: as a prompt, and one by one. The criteria are
+those of tools/criteria.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from criteria import Check, Figures, random_checks, row_error_median, text_checks
+from docopt import docopt
+from make_model import make_model
+from model_shapes import LOGITS_SHAPES
+from oracle_llama_cpp import PROMPT_BATCH, distance, llama_cpp_logits
+from oracle_models import RANDOM_MODELS, float32_logits, random_ids, text_ids
+from results import write_result
+
+from strata_nb import Engine, Options
+from strata_nb.formats import DEQUANTISABLE, TensorType
+from strata_nb.gguf import GGUFFile
+from strata_nb.kernels.host.capability import PATH
+from strata_nb.kernels.reference import Floats
+
+Ids = npt.NDArray[np.int64]
+Criteria = Callable[[Figures, Figures], list[Check]]
+Result = dict[str, dict[str, object]]  # of the paths of one model
+
+# The mixture has a matrix of every use, and rows of whole blocks whatever the type. F64 is left out
+# because llama.cpp aborts on it: it has no product with such a matrix.
+TYPE_MODELS = {
+    f"qwen3moe_{kind.name}": partial(
+        make_model, shape=LOGITS_SHAPES["qwen3moe"], rules=[("*", kind)]
+    )
+    for kind in sorted(DEQUANTISABLE - {TensorType.F64})
+}
+
+
+def main() -> int:
+    """Judge what the command line names; return the exit status."""
+    arguments = docopt(str(__doc__))
+    count = int(arguments["--tokens"])
+    threads = int(arguments["--threads"]) if arguments["--threads"] else None
+    judge = partial(judge_model, arguments["--device"], threads)
+    print("model, path | criterion | device | llama.cpp | limit | verdict")
+    print("---|---|---|---|---|---")
+    if arguments["--random"]:
+        results = judge_random(judge, count, arguments["--only"])
+        name = "random"
+    else:
+        model, text = Path(arguments["MODEL"]), Path(arguments["--text"])
+        with GGUFFile.open(model) as file:
+            ids = text_ids(file, text, count)
+        results = {model.name: judge(model, ids, text_checks)}
+        name = model.stem
+    if arguments["--only"] is None:
+        store(
+            arguments["--name"] or name, arguments["--device"], command(arguments), count, results
+        )
+    failed = sum(not path["passed"] for paths in results.values() for path in paths.values())
+    print(f"\n{failed} of {2 * len(results)} paths failed")
+    return 1 if failed else 0
+
+
+def judge_random(
+    judge: Callable[[Path, Ids, Criteria], Result], count: int, only: str | None
+) -> dict[str, Result]:
+    """Judge random models by name, all of them or those named in `only`."""
+    makers = RANDOM_MODELS | TYPE_MODELS
+    names = list(makers) if only is None else only.split(",")
+    unknown = [name for name in names if name not in makers]
+    if unknown:
+        raise SystemExit(f"--only {unknown[0]}: no such model; known: {', '.join(makers)}")
+    results = {}
+    for name in names:
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / f"{name}.gguf"
+            makers[name](path)
+            with GGUFFile.open(path) as file:
+                ids = random_ids(file, count)
+            results[name] = judge(path, ids, random_checks)
+    return results
+
+
+def judge_model(
+    device: str, threads: int | None, path: Path, ids: Ids, criteria: Criteria
+) -> Result:
+    """Return figures and checks of both paths through a model, and print the checks."""
+    with GGUFFile.open(path) as file:
+        exact = float32_logits(file, ids)
+    options = Options(model=path, device=device, ctx_size=len(ids), threads=threads)
+    with Engine.open(options) as engine:
+        logits = {"prompt": engine.logits(ids.tolist()), "decode": decode_logits(engine, ids)}
+    result: Result = {}
+    for name, batch in (("prompt", PROMPT_BATCH), ("decode", 1)):
+        ours = figures(exact, logits[name])
+        peer = figures(exact, llama_cpp_logits(path, ids, batch))
+        checks = criteria(ours, peer)
+        for check in checks:
+            print(f"{path.stem}, {name} | {check.row()}", flush=True)
+        result[name] = {
+            "passed": all(check.passed for check in checks),
+            "checks": [asdict(check) for check in checks],
+            "device": ours,
+            "llama.cpp": peer,
+        }
+    return result
+
+
+def decode_logits(engine: Engine, ids: Ids) -> Floats:
+    """Return the logits (tokens, vocab) of a session that reads one token at a time."""
+    session = engine.session()
+    logits = np.empty((len(ids), engine.description.vocab_size), np.float32)
+    for row, token in zip(logits, ids.tolist(), strict=True):
+        session.extend([token])
+        row[:] = session.next_logits()
+    return logits
+
+
+def figures(exact: Floats, logits: Floats) -> dict[str, float]:
+    """Return how far `logits` are from the judge's, both (tokens, vocab)."""
+    return distance(exact, logits) | {"row_error_median": row_error_median(exact, logits)}
+
+
+def command(arguments: Mapping[str, str | None]) -> str:
+    """Return the command that makes the figures again, without where things lie on this machine."""
+    words = ["python tools/judge.py"]
+    if arguments["MODEL"] and arguments["--text"]:
+        words += [Path(arguments["MODEL"]).name, f"--text={Path(arguments['--text']).name}"]
+    else:
+        words.append("--random")
+    flags = ("--device", "--tokens", "--threads", "--name")
+    return " ".join(words + [f"{flag}={arguments[flag]}" for flag in flags if arguments[flag]])
+
+
+def store(name: str, device: str, command: str, tokens: int, results: Mapping[str, Result]) -> None:
+    """Write the figures with all that they depend on."""
+    write_result(
+        f"judge_{name}",
+        "how far a device and llama.cpp are from the float32 forward, and the criteria: KL in "
+        "nats, agreement of the best token, median over rows of |logits - float32| / |float32|",
+        command,
+        {"device": device, "cpu_path": PATH.value, "tokens": tokens, "models": results},
+        ("numpy", "numba", "llvmlite", "llama_cpp_python"),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
