@@ -57,9 +57,7 @@ def expert_cache_size(text: str) -> tuple[float, str] | None:
 
 
 def _check_path(flag: str, value: object) -> None:
-    if value is not None and (
-        not isinstance(value, (str, os.PathLike)) or not os.fspath(value)
-    ):
+    if value is not None and (not isinstance(value, (str, os.PathLike)) or not os.fspath(value)):
         raise _refuse(flag, value, "the path of a file")
 
 

@@ -286,9 +286,7 @@ def test_cache_types_are_used(model: Path, engine: Engine) -> None:
     exact = engine.logits(ids)[-1]
     for kinds in (("f32", "f16"), ("int8", "int8")):
         with Engine.open(
-            Options(
-                model, engine.device, ctx_size=64, cache_type_k=kinds[0], cache_type_v=kinds[1]
-            )
+            Options(model, engine.device, ctx_size=64, cache_type_k=kinds[0], cache_type_v=kinds[1])
         ) as other:
             difference = np.abs(other.logits(ids)[-1] - exact).max()
         assert 0 < difference < 0.5

@@ -89,8 +89,9 @@ def {name}(weights, x, stride, y, outputs, values, adds):
     for column in range(whole, values):
         weight = only_lane(read_one(weights + {size} * column))
 {each}        total{r} = fused(weight, load_f32(x{r} + 4 * column), total{r})
-{each}    there{r} = load_f32(y + 4 * outputs * {r}) if adds else np.float32(0)
-{each}    store(y + 4 * outputs * {r}, np.float32(there{r} + total{r}) if adds else np.float32(total{r}))
+{each}    place{r} = y + 4 * outputs * {r}
+{each}    total{r} = load_f32(place{r}) + total{r} if adds else total{r}
+{each}    store(place{r}, np.float32(total{r}))
 """
 
 
