@@ -4,7 +4,7 @@ The state of a query lies in work space: how far its softmax has come. A block c
 steps: *scores* (q . k of every cell), *weights* (exp, and the new maximum and sums), *results* (the
 weighted values). Scores and results exist for one query and for two at once, so that a key or value
 which was loaded and converted serves both: eight sums of scores, or of results, in registers. Four
-at once were slower, even where 32 registers hold the sixteen sums.
+at once gained nothing with AVX-512 and lost with the 16 registers of AVX2.
 
 The lanes of sixteen sums are added up by transposing, which costs a third of the products, not more
 than them, as a sum within each register would.
@@ -22,6 +22,7 @@ from strata_nb.compiling import helper, inlined
 from strata_nb.formats import BLOCK_CELLS, CACHE_TYPES
 from strata_nb.kernels.host.exponential import exp
 from strata_nb.kernels.host.generated import define, fill_in
+from strata_nb.kernels.host.instructions import prefetch_far
 from strata_nb.kernels.host.planes import GROUP, LANES, padded, plane_reader
 from strata_nb.kernels.host.products import transposed
 from strata_nb.kernels.host.vectors import (
@@ -39,7 +40,7 @@ from strata_nb.kernels.host.vectors import (
     where_equal,
     where_less,
 )
-from strata_nb.raw_memory import load_i64, prefetch, store
+from strata_nb.raw_memory import load_i64, store
 
 QUERIES_AT_ONCE = 2
 
@@ -70,7 +71,7 @@ def state_bytes_of(value_length: int) -> int:
 _DOTS_TEXT = """
 def {name}(states, keys, ahead, cell):
     for line in range(0, {four_cells}, 64):
-        prefetch(keys + ahead + {four_cells} // 4 * cell + line)
+        prefetch_far(keys + ahead + {four_cells} // 4 * cell + line)
 {each}    q{r} = load_i64(states + {state_bytes} * {r})
 {each}    a{r} = no_floats()
 {each}    b{r} = no_floats()
@@ -141,7 +142,7 @@ def _scores(kind: str, key_length: int, state_bytes: int, queries: int) -> Calla
     rest = key_length % LANES
     names = {
         "load_i64": load_i64,
-        "prefetch": prefetch,
+        "prefetch_far": prefetch_far,
         "load_floats": load_floats,
         "load_rest": loader(Vector("f32", rest or 1)),
         "pad": padded(rest or 1),
@@ -230,7 +231,7 @@ def {name}(states, values, ahead, weights, first, last, group):
 {each}    d{r} = load_floats(place + {state_bytes} * {r} + 192)
     for cell in range(first, last):
         for line in range(0, 64 * {size}, 64):
-            prefetch(values + ahead + {size} * ({length} * cell + 64 * group) + line)
+            prefetch_far(values + ahead + {size} * ({length} * cell + 64 * group) + line)
         scale = scale_of(values, cell, group)
         value_a = chunk(values, cell, 4 * group, scale)
         value_b = chunk(values, cell, 4 * group + 1, scale)
@@ -252,7 +253,7 @@ def {name}(states, values, ahead, weights, first, last, number):
     place = states + {results} + 64 * number
 {each}    a{r} = load_floats(place + {state_bytes} * {r})
     for cell in range(first, last):
-        prefetch(values + ahead + {size} * ({length} * cell + 16 * number))
+        prefetch_far(values + ahead + {size} * ({length} * cell + 16 * number))
         scale = scale_of(values, cell, number // 4)
         value = {read}
 {each}        weight{r} = repeat_one_float(weights + {weights_bytes} * {r} + 4 * cell)
@@ -275,7 +276,7 @@ def _mix(kind: str, value_length: int, queries: int) -> Callable[..., None]:
             "repeat_one_float": repeat_one_float,
             "fused": fused,
             "store": store,
-            "prefetch": prefetch,
+            "prefetch_far": prefetch_far,
             "scale_of": plane.scale,
             "chunk": plane.chunk,
             "tail": plane.tail,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
+from numba.core import types
 
 from strata_nb.compiling import instruction
 from strata_nb.kernels.host.capability import PATH, Path
@@ -149,6 +150,26 @@ def _by_halves(
         halves.append(work(parts))
     lanes = ir.Constant(ir.VectorType(ir.IntType(32), result.count), list(range(result.count)))
     return builder.shuffle_vector(halves[0], halves[1], lanes)
+
+
+@instruction
+def prefetch_far(_: Any, address: Any) -> Any:
+    """Ask for a cache line that is read only after much else; any address is harmless.
+
+    It goes to the second-level cache: the first would lose it again, and the few reads that the
+    first can wait for at once limit what comes from memory.
+    """
+
+    def generate(context: Any, builder: Any, _typed: Any, arguments: Sequence[Any]) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
+        reads, second_level, data = (ir.Constant(number, value) for value in (0, 2, 1))
+        builder.call(function, [pointer, reads, second_level, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
 
 
 # -- the product of bytes --------------------------------------------------------------------------
