@@ -69,7 +69,7 @@ class Ours:
 
     def __init__(self, engine: Engine, ids: Sequence[int]) -> None:
         self._engine, self._ids = engine, list(ids)
-        self._session = engine.session()
+        self._session = engine.open_session()
 
     def ways(self, case: Case) -> dict[str, Callable[[Case], float]]:
         """Return the ways to measure a case, by name."""

@@ -135,7 +135,7 @@ def judge_model(
 
 def decode_logits(engine: Engine, ids: Ids) -> Floats:
     """Return the logits (tokens, vocab) of a session that reads one token at a time."""
-    session = engine.session()
+    session = engine.open_session()
     logits = np.empty((len(ids), engine.description.vocab_size), np.float32)
     for row, token in zip(logits, ids.tolist(), strict=True):
         session.extend([token])
