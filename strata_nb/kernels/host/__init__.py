@@ -14,10 +14,18 @@ split of the outputs:
 
     the second line where the type has minima. The result is even sum + odd sum.
 
-    launch.py        the door for Python: shapes are checked
+    functions.py     which function each launch of a program is; threads.py runs them
+    operations.py    what such a function is
+
+    linear.py, experts.py    products; matrices.py chooses the function for a type
     window.py        products with few rows          prompt.py   products with many
     plain.py         products with F32, F16, BF16    activations.py   quantising rows
     weights.py, grids.py    what a sub-block of each type is, in registers
-    steps.py, products.py   the parts that these kernels share
-    vectors.py       SIMD vectors in Numba           capability.py    which instructions
+    steps.py, products.py   the parts that matrix kernels share
+
+    embedding.py, normalising.py, gating.py, routing.py    kernels over rows
+    rotation.py, attention.py, attention_block.py, planes.py   positions, K/V and attention
+    exponential.py   exp of our own
+    vectors.py, lanes.py    SIMD vectors in Numba    instructions.py, capability.py   the processor
+    launch.py        the door for tests and benchmarks of products
 """
