@@ -238,7 +238,9 @@ def _report(error: BaseException) -> int:
     else:
         cause = f"internal error: {type(error).__name__}: {error}"
         hint, status = "a fault of strata_nb; STRATA_NB_DEBUG=1 shows where", 1
-    print(f"strata_nb: {_one_line(cause)}", file=sys.stderr)
+    # Only refusals of options have several lines: sums, and none of their text is a file's.
+    lines = cause.split("\n") if isinstance(error, ConfigError) else [cause]
+    print("strata_nb: " + "\n".join(map(_one_line, lines)), file=sys.stderr)
     if hint:
         print(f"hint: {_one_line(hint)}", file=sys.stderr)
     return status

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from strata_nb.commands.output_files import whole_file
 from strata_nb.engine import Engine, Generation, Report
+from strata_nb.models.description import bytes_text
 
 STATS_SCHEMA = 1
 
@@ -85,10 +86,29 @@ class Figures:
         }
 
 
+def device_lines(engine: Engine) -> list[str]:
+    """Return a line for each device: which experts fit, what the K/V holds, what the rest takes."""
+    model, lines = engine.description, []
+    for device in engine.describe().devices:
+        sizes = {owner: bytes_text(size) for owner, size in device.bytes_by_owner.items()}
+        experts = model.layers * model.experts
+        parts = [f"weights and buffers {sizes['dense']}"]
+        parts.append(f"K/V {sizes['kv']} for {device.kv_cells:,} cells")
+        if device.slots:
+            parts.append(f"{device.slots:,} slots for {experts:,} experts {sizes['experts']}")
+        elif experts:
+            parts.append(f"{experts:,} experts read in place")
+        if device.bytes_by_owner["given_back"]:
+            parts.append(f"not used {sizes['given_back']}")
+        lines.append(f"{device.name}: {', '.join(parts)}")
+    return lines
+
+
 def _memory(report: Report, cells: int) -> str:
     """Return how the devices' memory served, as a part of the line that ends a run."""
     if not report.devices:
         return ""
+    cells = min(cells, report.kv_cells)  # the latest token may not have been read
     text = f" · K/V {cells:,} of {report.kv_cells:,} cells"
     if report.hit_rate is None:
         return text

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from strata_nb.chat import ChatTemplate, choose_template
 from strata_nb.commands.arguments import Arguments, options_from, read_text_file
+from strata_nb.commands.figures import device_lines
 from strata_nb.commands.output_files import output_file
 from strata_nb.commands.terminal import note, progress_bar, warn
 from strata_nb.engine import Engine
@@ -27,6 +28,9 @@ def open_engine(arguments: Arguments, ctx_size: int | None = None) -> Iterator[E
     with engine:
         for warning in engine.warnings:
             warn(warning)
+        if engine.describe().slots or arguments.flag("--verbose"):
+            for line in device_lines(engine):
+                note(line)
         if arguments.flag("--verbose"):
             known = engine.description
             note(

@@ -23,6 +23,9 @@ from strata_nb.packing import PACKED
 
 ALIGNMENT = 256  # bytes; of every buffer
 
+# Types of matrices that kernels read as they are in the file; of others only the packed ones.
+UNPACKED = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
+
 _FLOAT = 4  # bytes of a float32
 _WORD = 8  # bytes of an int64
 
@@ -193,6 +196,7 @@ class Emitter:
     def embed(self) -> None:
         """x = the embedding of the rows' tokens."""
         weight = self._places.tensors["token_embd.weight"]
+        self._check_kind("token_embd", weight.kind)
         self._add(
             "embed",
             "token_embd",
@@ -294,6 +298,8 @@ class Emitter:
         """
         blk = f"blk.{layer}"
         gate, up, down = (self._places.experts[layer].parts[part] for part in EXPERT_PARTS)
+        for name, part in zip(EXPERT_PARTS, (gate, up, down), strict=True):
+            self._check_kind(f"{blk}.{name}", part.kind)
         self._check_same_form(layer, gate.kind, up.kind)
         others = [f"{blk}.ffn_gate_inp"]
         if shared:
@@ -520,6 +526,7 @@ class Emitter:
     ) -> None:
         weight = self._places.tensors[f"{name}.weight"]
         bias = self._places.tensors.get(f"{name}.bias")
+        self._check_kind(name, weight.kind)
         outputs = weight.shape[0] if len(weight.shape) > 1 else 1
         self._add(
             "linear",
@@ -581,6 +588,13 @@ class Emitter:
 
     def _end_layer(self) -> None:
         self._layer_ends.append(len(self._launches))
+
+    def _check_kind(self, name: str, kind: TensorType) -> None:
+        if kind not in PACKED and kind not in UNPACKED:
+            raise ConfigError(
+                f"{name}.weight is of type {kind.name}, for which devices have no kernel",
+                hint="--device reference can run the file; or quantise it to another type",
+            )
 
     def _check_same_form(self, layer: int, gate: TensorType, up: TensorType) -> None:
         if (gate in PACKED) != (up in PACKED):
