@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import pty
@@ -15,11 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from console import Console, interruptible, start
 from make_model import make_model
 from model_shapes import LOGITS_SHAPES
 
 from strata_nb import Engine, Options, Sampling
-from strata_nb.cli import USAGE, main
+from strata_nb.cli import USAGE
 from strata_nb.commands.figures import Figures
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -32,38 +32,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-class Console:
-    """Run commands in this process."""
-
-    def __init__(self, capture: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch) -> None:
-        self._capture, self._patch = capture, patch
-
-    def __call__(self, *words: str, stdin: str | bytes = "") -> tuple[int, str, str]:
-        content = stdin.encode() if isinstance(stdin, str) else stdin
-        self._patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-        status = main(words)
-        captured = self._capture.readouterr()
-        return status, captured.out, captured.err
-
-
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Console:
     return Console(capsys, monkeypatch)
-
-
-def start(*words: str, **options: object) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "strata_nb", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=interruptible,
-        **options,  # type: ignore[call-overload]
-    )
-
-
-def interruptible() -> None:
-    """Undo what a run in the background hands down: an ignored SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_generate_writes_the_answer_alone_to_stdout(run: Console, model: str) -> None:

@@ -1,0 +1,176 @@
+"""Devices on the command line: what fits, what is said of it, profiles and traces, interrupts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from console import Console, start
+from make_model import make_model
+from model_shapes import LOGITS_SHAPES
+
+from strata_nb.cache.profile import load_profile
+from strata_nb.compiling import cache_folder
+
+SHAPE = LOGITS_SHAPES["qwen3moe"]
+GREEDY = ["--temp", "0", "-n", "20", "--ignore-eos", "-c", "128"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    make_model(path, SHAPE)
+    return str(path)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Console:
+    return Console(capsys, monkeypatch)
+
+
+def test_devices_lists_the_host_small_devices_and_the_judge(run: Console) -> None:
+    status, out, _ = run("devices")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines() if line[0] != " "] == [
+        "host",
+        "host:NxSIZE",
+        "reference",
+    ]
+    assert "GiB" in out
+
+
+def test_devices_shows_one_device_or_refuses_it(run: Console) -> None:
+    _, out, _ = run("devices", "--device", "host:2x64MiB@256KiB")
+    assert out.count("64.0 MiB for weights") == 2
+    assert "256.0 KiB" in out
+    status, _, err = run("devices", "--device", "cuda:0")
+    assert status == 2
+    assert "cuda:0" in err
+
+
+def test_a_small_device_says_what_fits_and_writes_what_the_host_writes(
+    run: Console, model: str
+) -> None:
+    flags = ["generate", "-m", model, "hello", *GREEDY]
+    _, host, host_err = run(*flags)
+    status, out, err = run(*flags, "--device", "host:1x8MiB", "--expert-cache", "50%")
+    assert (status, out) == (0, host)
+    slots = SHAPE.layers * SHAPE.experts // 2
+    assert f"{slots} slots for {2 * slots} experts" in err
+    assert "of 128 cells" in err
+    assert "% hits with" in err
+    assert "experts read in place" in host_err
+    assert "slots" not in host_err
+
+
+def test_a_device_that_is_too_small_is_refused_with_the_whole_sum(run: Console, model: str) -> None:
+    status, _, err = run("generate", "-m", model, "hello", "--device", "host:1x256KiB")
+    assert status == 2
+    assert "\n         262,144  free on the device\n" in err
+    assert err.splitlines()[-1].startswith("hint: ")
+
+
+def test_an_idle_second_device_is_said(run: Console, model: str) -> None:
+    _, _, err = run("generate", "-m", model, "hello", *GREEDY, "--device", "host:2x8MiB")
+    assert "warning: 1 of 2 devices are idle" in err
+
+
+def test_a_profile_and_a_trace_are_written_and_the_profile_fills_the_slots(
+    run: Console, model: str, tmp_path: Path
+) -> None:
+    profile, trace, stats = (str(tmp_path / name) for name in ("p", "t.npy", "s.json"))
+    flags = ["generate", "-m", model, "hello", *GREEDY, "--device", "host:1x8MiB"]
+    run(*flags, "--expert-profile-save", profile, "--routing-trace", trace, "--stats-json", stats)
+    routes = np.load(trace)
+    prompt = json.loads(Path(stats).read_text())["prompt_tokens"]
+    assert routes.dtype == np.int16
+    assert routes.shape == (prompt + 19, SHAPE.layers, SHAPE.top_k)  # the last token is not read
+    ranked = load_profile(profile, SHAPE.layers, SHAPE.experts).order()
+    counts = [int((routes[:, layer] == expert).sum()) for layer, expert in ranked]
+    assert counts == sorted(counts, reverse=True)
+
+    few = ["--expert-cache", "4", "--stats-json", stats]
+    run(*flags, *few)
+    without = json.loads(Path(stats).read_text())["hit_rate"]
+    run(*flags, *few, "--expert-profile", profile)
+    found = json.loads(Path(stats).read_text())
+    assert found["slots"] == found["resident"] == 4
+    assert found["hit_rate"] > without
+
+
+def test_flags_about_experts_are_refused_where_there_are_none(
+    run: Console, model: str, tmp_path: Path
+) -> None:
+    for flags, said in (
+        (["--expert-cache", "5"], "has no slots"),
+        (["--device", "reference", "--expert-cache", "5"], "no slots"),
+        (["--device", "reference", "--routing-trace", str(tmp_path / "t")], "counts no experts"),
+        (["--expert-profile", str(tmp_path / "none")], "none"),
+    ):
+        status, _, err = run("generate", "-m", model, "hello", *flags)
+        assert status != 0
+        assert said in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_start_compiles_nothing(model: str) -> None:
+    def compiled_files() -> dict[Path, int]:
+        command = [sys.executable, "-m", "strata_nb", "generate", "-m", model, "hello", "-n", "3"]
+        subprocess.run(command, check=True, capture_output=True)
+        return {path: path.stat().st_mtime_ns for path in cache_folder().iterdir()}
+
+    first = compiled_files()
+    assert len(first) > 10
+    assert compiled_files() == first
+
+
+@pytest.mark.parametrize("device", ["host", "host:1x256MiB"])
+def test_ctrl_c_while_a_prompt_is_read_ends_with_130_and_leaves_nothing(
+    model: str, device: str
+) -> None:
+    before = shared_memory()
+    process = start(
+        *["generate", "-m", model, "-f", "-", "-c", "60000", "--device", device, "--verbose"],
+        stdin=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stderr is not None
+    process.stdin.write(b"long " * 10_000)
+    process.stdin.close()
+    process.stdin = None
+    while b"loaded in" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert b"prompt tokens in" not in err  # of a prompt that was read to its end
+    assert shared_memory() == before
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_in_the_middle_of_an_answer_leaves_nothing(model: str, sent: int) -> None:
+    before = shared_memory()
+    process = start(
+        *["generate", "-m", model, "hello", "-n", "-1", "--ignore-eos", "-c", "60000"],
+        *["--device", "host:1x256MiB"],
+    )
+    assert process.stdout is not None
+    process.stdout.read(40)
+    process.send_signal(sent)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (130 if sent == signal.SIGINT else -signal.SIGKILL)
+    assert b"Traceback" not in err
+    if sent == signal.SIGINT:
+        assert b"% hits with" in err
+    assert shared_memory() == before
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
