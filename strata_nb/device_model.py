@@ -106,10 +106,10 @@ class DeviceModel:
         model = self.description
         self._read_files(options, model)
         wanted_slots = self._slots_wanted(options, sizes.slots)
-        placed = _unplaced(file, sizes.dense)
-        buffer_bytes = self._emit(sizes, placed, Buffers(), 0, ctx_size, None)[1]
+        unplaced, weight_bytes = loading.dense_layout(file, sizes.dense)
+        buffer_bytes = self._emit(sizes, unplaced, Buffers(), 0, ctx_size, None)[1]
         needs = Needs(
-            dense_bytes=loading.dense_bytes(file, sizes.dense) + buffer_bytes,
+            dense_bytes=weight_bytes + buffer_bytes,
             reserve_bytes=(options.vram_reserve_mib or 0) << 20,
             kv=sizes.kv,
             kv_cells=ctx_size,
@@ -161,7 +161,11 @@ class DeviceModel:
 
         base = driver.allocate(buffer_bytes, device)
         undo.callback(driver.free, base)
-        emitted, _ = self._emit(sizes, weights.tensors, Buffers(base), base, ctx_size, options)
+        emitted, placed_bytes = self._emit(
+            sizes, weights.tensors, Buffers(base), base, ctx_size, options
+        )
+        if placed_bytes != buffer_bytes:
+            raise AssertionError(f"buffers of {placed_bytes:,} bytes in {buffer_bytes:,}")
         self._programs = emitted
         self._body, self._head = backend.prepare([emitted.body, emitted.head])
         _write_rope_table(file, model, base, ctx_size)
@@ -406,14 +410,6 @@ def _measure(file: GGUFFile, model: Description, options: Options, ctx_size: int
         HeadPlane(options.cache_type_v or "f16", model.value_length),
     )
     return _Sizes(dense, stacks, experts, slots, kv, ctx_size * model.rope_dims * 4)
-
-
-def _unplaced(file: GGUFFile, names: Sequence[str]) -> dict[str, loading.PackedTensor]:
-    """Return tensors as they will be, at no address."""
-    return {
-        name: loading.PackedTensor(0, file.tensors[name].type, file.tensors[name].shape)
-        for name in names
-    }
 
 
 def _host_needs(file: GGUFFile, sizes: _Sizes, needs: Needs, has_slots: bool) -> dict[str, int]:

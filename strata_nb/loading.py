@@ -93,11 +93,6 @@ class ExpertLayout:
     size_bytes: int
 
 
-def dense_bytes(file: GGUFFile, names: Iterable[str]) -> int:
-    """Return what `load_dense` will allocate for these tensors."""
-    return _place_dense(file, names)[1]
-
-
 def expert_layout(
     file: GGUFFile, layers: Sequence[Mapping[str, str]], *, block_bytes: int = BLOCK_BYTES
 ) -> ExpertLayout:
@@ -129,8 +124,8 @@ def expert_layout(
     )
 
 
-def _place_dense(file: GGUFFile, names: Iterable[str]) -> tuple[dict[str, PackedTensor], int]:
-    """Return the tensors, with offsets for addresses, and the bytes of all."""
+def dense_layout(file: GGUFFile, names: Iterable[str]) -> tuple[dict[str, PackedTensor], int]:
+    """Return tensors as `load_dense` will place them, from address 0 on, and the bytes of all."""
     placed: dict[str, PackedTensor] = {}
     end = 0
     for name in names:
@@ -288,7 +283,7 @@ def load_dense(
 
     FileFormatError where the file ends early or cannot be read; OutOfDeviceMemory.
     """
-    offsets, size = _place_dense(file, names)
+    offsets, size = dense_layout(file, names)
     with ExitStack() as undo:
         address = driver.allocate(size, device)
         undo.callback(driver.free, address)

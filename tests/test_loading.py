@@ -31,7 +31,7 @@ from strata_nb.loading import (
     HostExperts,
     cache_fits,
     check_memory,
-    dense_bytes,
+    dense_layout,
     expert_layout,
     load_dense,
     load_experts,
@@ -200,7 +200,7 @@ def test_dense_matrices_unpack_to_the_bytes_of_the_file(world: World) -> None:
 
 
 def test_the_bytes_on_the_device_are_known_before_anything_is_loaded(world: World) -> None:
-    wanted = dense_bytes(world.file, world.dense_names)
+    _, wanted = dense_layout(world.file, world.dense_names)
     before = world.driver.account(0).charged_bytes
     with world.dense() as weights:
         assert weights.size_bytes == wanted
