@@ -3,7 +3,7 @@
 Formulas that the judge needs too are those of `kernels/reference.py`; the rest is what the table's
 comments say, spelled out. Arrays are float32 and int64, rows first. Quantised rows are one form of
 a backend (`quantised`: the host's); whoever compares products with them takes the values that they
-stand for (`values_of`).
+stand for (`values_of`). `numpy_backend.py` runs whole programs with these functions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_nb.formats import TensorType, dequantise
+from strata_nb.formats import CACHE_TYPES, TensorType, dequantise
 from strata_nb.kernels import reference
 from strata_nb.kernels.reference import Floats, Integers
 
@@ -79,13 +79,17 @@ def rope(x: Floats, positions: Integers, table: Floats, style: reference.RopeSty
 
 
 def kv_append(
-    k: Floats, positions: Integers, table: Floats, style: reference.RopeStyle, *, int8: bool
-) -> Floats:
-    """Return the keys that are read back after they were rotated and stored."""
-    rotated = rope(k, positions, table, style)
-    if int8:
-        return reference.dequantise_kv(*reference.quantise_kv(rotated))
-    return rotated.astype(np.float16).astype(np.float32)
+    k: Floats, positions: Integers, table: Floats, style: reference.RopeStyle, cache_type: str
+) -> list[NDArray[Any]]:
+    """Return the rotated keys as they are stored: values, and for int8 the scales of each cell."""
+    return stored(rope(k, positions, table, style), cache_type)
+
+
+def stored(x: Floats, cache_type: str) -> list[NDArray[Any]]:
+    """Return heads (rows, heads, length) as a cache of a type stores them."""
+    if cache_type == "int8":
+        return list(reference.quantise_kv(x))
+    return [x.astype(CACHE_TYPES[cache_type].dtype)]
 
 
 def router_top_k(logits: Floats, top_k: int, *, renormalise: bool) -> tuple[Integers, Floats]:

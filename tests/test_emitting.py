@@ -8,11 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
+from emitted_models import CASES, MAX_ROWS, SHAPES, make
 from make_model import make_model
-from model_shapes import ModelShape, Rule
-from rewrite_gguf import rewrite
 
 from strata_nb import device_model, models
 from strata_nb.device_model import ROPE_FACTORS, SEQUENCES, DeviceModel
@@ -30,7 +28,7 @@ from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options
 
 T = TensorType
-CONTEXT, MAX_ROWS = 128, 40  # more rows than a head takes at a time
+CONTEXT = 128
 
 
 class RecordingBackend:
@@ -106,60 +104,6 @@ class Emitted(NamedTuple):
             self.programs.record.wanted: self.programs.head_rows,
         }
         return places[one.arguments[0]]
-
-
-def shape(architecture: str, experts: int = 0, **sizes: int) -> ModelShape:
-    sizes = {"dim": 64, "ff": 32, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 261} | sizes
-    return ModelShape(architecture, experts=experts, top_k=2 if experts else 0, **sizes)
-
-
-SHAPES = {
-    "llama": shape("llama", ff=96),
-    "llama tied": ModelShape(
-        "llama", experts=0, top_k=0, dim=64, ff=96, head_dim=32, vocab=261, tied_head=True
-    ),
-    "mixtral": shape("llama", 5),
-    "qwen2moe": shape("qwen2moe", 5, shared_ff=96, head_dim=16),
-    "qwen3": shape("qwen3", ff=96),
-    "qwen3moe": shape("qwen3moe", 5),
-    "olmoe": shape("olmoe", 5, kv_heads=4, head_dim=16),
-}
-BIASED = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-RULES: dict[str, list[Rule]] = {
-    "float32": [("*", T.F32)],
-    "packed": [("*", T.Q4_0)],
-    "mixed": [
-        ("output.weight", T.Q8_0),
-        ("token_embd*", T.F16),
-        ("*attn_v*", T.F16),
-        ("*.0.ffn_down*", T.BF16),
-        ("*ffn_up*", T.Q8_0),
-        ("*shexp*", T.F32),
-        ("*", T.Q4_0),
-    ],
-}
-CASES = [(name, types) for name in (*SHAPES, "llama with biases") for types in RULES]
-
-
-def make(folder: Path, name: str, types: str) -> Path:
-    """Write a model; the one with biases also divides its rotary frequencies."""
-    path = folder / "model.gguf"
-    if name in SHAPES:
-        make_model(path, SHAPES[name], rules=RULES[types])
-        return path
-    plain = folder / "plain.gguf"
-    make_model(plain, SHAPES["llama"], rules=RULES[types])
-    with GGUFFile.open(plain) as file:
-        added = {
-            f"blk.{layer}.{part}.bias": np.ones(
-                file.tensors[f"blk.{layer}.{part}.weight"].shape[0], np.float32
-            )
-            for layer in range(2)
-            for part in BIASED
-        }
-    added[ROPE_FACTORS] = np.full(16, 2, np.float32)
-    rewrite(plain, path, keys={}, tensors=added)
-    return path
 
 
 @contextmanager
