@@ -36,7 +36,7 @@ def test_a_float_is_the_bits_of_a_float32() -> None:
 
 
 def test_integers_may_be_numbers_of_numpy() -> None:
-    made = launch("gated_add", {**GATED_ADD, "x": np.int64(2**40)})
+    made = launch("gated_add", {**GATED_ADD, "x": np.int64(2**40)})  # type: ignore[dict-item]
     assert made.arguments[2] == 2**40
     assert all(type(word) is int for word in made.arguments)
 

@@ -80,7 +80,11 @@ class Mixing:
         kernel = HostKernel(_mix)
         self.program = PreparedProgram(
             [
-                (kernel, (at(self.buffers[n % 2]), at(self.buffers[1 - n % 2]), WIDTH, n, late), 1)
+                (
+                    kernel,
+                    (at(self.buffers[n % 2]), at(self.buffers[1 - n % 2]), WIDTH, n, late),
+                    True,
+                )
                 for n in range(launches)
             ]
         )
@@ -204,10 +208,12 @@ def test_an_empty_program_does_nothing(threads: Threads) -> None:
 
 def test_programs_may_be_run_from_several_python_threads(three: Threads) -> None:
     mixing = Mixing(2, late=0)
-    callers = [
-        threading.Thread(target=lambda: [three.run(mixing.program) for _ in range(100)])
-        for _ in range(3)
-    ]
+
+    def call() -> None:
+        for _ in range(100):
+            three.run(mixing.program)
+
+    callers = [threading.Thread(target=call) for _ in range(3)]
     for caller in callers:
         caller.start()
     for caller in callers:
