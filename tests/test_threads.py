@@ -78,15 +78,10 @@ class Mixing:
         self.buffers = np.zeros((2, WIDTH + 1), np.int64)
         self.reset()
         kernel = HostKernel(_mix)
+        source, target = (at(buffer) for buffer in self.buffers)
+        pairs = [(source, target), (target, source)]
         self.program = PreparedProgram(
-            [
-                (
-                    kernel,
-                    (at(self.buffers[n % 2]), at(self.buffers[1 - n % 2]), WIDTH, n, late),
-                    True,
-                )
-                for n in range(launches)
-            ]
+            [(kernel, (*pairs[n % 2], WIDTH, n, late), True) for n in range(launches)]
         )
 
     def reset(self) -> None:
