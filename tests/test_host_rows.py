@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernel_references import quantised
 from numpy.typing import NDArray
 from random_blocks import random_blocks
 
@@ -78,28 +79,6 @@ def normal(*shape: int, seed: int = 0) -> Floats:
 
 
 # -- quantising ------------------------------------------------------------------------------------
-
-
-def quantised(x: Floats) -> Bytes:
-    """Return rows (rows, values) quantised as the head of `activations.py` says, in numpy."""
-    rows = len(x)
-    groups = x.reshape(rows, -1, 32)
-    largest = np.abs(groups).max(axis=2)
-    usable = np.isfinite(largest) & (largest >= np.float32(2.0**-100))
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        scales = np.where(usable, largest / np.float32(127), np.float32(0))
-        inverse = np.where(usable, np.float32(127) / largest, np.float32(0))
-        scales[~np.isfinite(largest)] = np.nan
-        found = np.where(usable[..., None], np.rint(groups * inverse[..., None]), 0)
-    quants = found.astype(np.int8)
-    sums = quants.astype(np.int32)
-    parts = (
-        quants.reshape(rows, -1).view(np.uint8),
-        scales.astype(np.float32).view(np.uint8),
-        sums.sum(axis=2, dtype=np.int32).view(np.uint8),
-        np.ascontiguousarray(sums.reshape(rows, -1, 16).sum(axis=2, dtype=np.int32)).view(np.uint8),
-    )
-    return np.concatenate(parts, axis=1)
 
 
 def difficult_rows() -> Floats:

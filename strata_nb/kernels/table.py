@@ -16,7 +16,8 @@ the K/V once for each pair of types of keys and values.
 Bits. What a row becomes depends on that row alone (in attention: and on the cells it sees): never
 on other rows of the step, their number, or the number of threads. Sums have a fixed order.
 
-To add a kernel: its line here, its formula in `reference.py`, its function in each backend.
+To add a kernel: its line here, its function in each backend, and its plain form in numpy
+(`tests/kernel_references.py`; in `reference.py` where the judge needs the formula too).
 """
 
 from __future__ import annotations

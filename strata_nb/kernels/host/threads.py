@@ -293,9 +293,13 @@ class Threads:
             )
             for number in range(1, threads)
         ]
-        for worker in self._workers:
-            worker.start()
         self._finalizer = weakref.finalize(self, _end, self._memory, self._workers, self._process)
+        try:
+            for worker in self._workers:
+                worker.start()
+        except BaseException:
+            self._finalizer()  # those that were started read memory that would go with this object
+            raise
 
     def run(self, program: PreparedProgram, first: int = 0, last: int | None = None) -> None:
         """Run launches first .. last - 1 of a program (None: to its end) and wait for them."""
@@ -327,4 +331,5 @@ def _end(memory: np.ndarray[Any, Any], workers: Sequence[threading.Thread], proc
     state[_LAST] = _STOP
     _stop(int(state.ctypes.data), len(workers) + 1)
     for worker in workers:
-        worker.join()
+        if worker.ident is not None:  # it was started
+            worker.join()
