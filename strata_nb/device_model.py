@@ -41,7 +41,7 @@ from strata_nb.loading_pieces import Progress
 from strata_nb.models.description import Description
 from strata_nb.models.emitting import Buffers, ExpertPlaces, KVPlaces, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
-from strata_nb.options import Options
+from strata_nb.options import Options, expert_cache_size
 from strata_nb.steps import DeviceReport, Report, Row, closed_error
 
 SEQUENCES = 16  # rows of the block table
@@ -247,7 +247,7 @@ class DeviceModel:
                     hint="leave it out, or give a device of its own memory: --device host:1x64MiB",
                 )
             return 0
-        return slot_budget(options.expert_cache, slots) if slots.layers else 0
+        return slot_budget(expert_cache_size(options.expert_cache), slots) if slots.layers else 0
 
     # Steps.
 

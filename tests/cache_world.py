@@ -19,7 +19,7 @@ from strata_nb.cache.experts import ExpertArena, HostArena
 from strata_nb.cache.kv import KVCache, StoredHeads
 from strata_nb.cache.kv_layout import HeadPlane, KVLayout
 from strata_nb.cache.plan import Needs, Plan, plan_device
-from strata_nb.cache.slots import SlotLayout, host_offsets
+from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout
 from strata_nb.host import HostDriver
 from strata_nb.host_memory import DeviceAccount, HostDevice
 
@@ -156,3 +156,11 @@ def _row_of(number: int, part: str, layer: int) -> tuple[npt.NDArray[Any], npt.N
     rng = np.random.default_rng([number, layer, ord(part)])
     values = rng.integers(-127, 128, (KV.kv_heads, plane.length))
     return values, rng.random((KV.kv_heads, plane.groups))
+
+
+def host_offsets(blob_bytes: tuple[int, ...], experts: int) -> tuple[npt.NDArray[np.int64], int]:
+    """Return offsets (layers, experts) of blobs one behind the other, and the size of them all."""
+    sizes = np.array(blob_bytes, np.int64) + (BLOB_ALIGNMENT - 1)
+    sizes = np.repeat(sizes // BLOB_ALIGNMENT * BLOB_ALIGNMENT, experts)
+    ends = np.cumsum(sizes)
+    return (ends - sizes).reshape(len(blob_bytes), experts), int(sizes.sum())

@@ -9,7 +9,17 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cache_world import BLOBS, CONTEXT, EXPERTS, KV, UNIT, World, overwrite, rows_of
+from cache_world import (
+    BLOBS,
+    CONTEXT,
+    EXPERTS,
+    KV,
+    UNIT,
+    World,
+    host_offsets,
+    overwrite,
+    rows_of,
+)
 from driver_contract import held_stream
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +29,7 @@ from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.experts import ExpertArena, HostArena
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.plan import Holdings, Needs, plan_capacity, plan_device
-from strata_nb.cache.slots import SlotLayout, host_offsets, slot_budget
+from strata_nb.cache.slots import SlotLayout, slot_budget
 from strata_nb.errors import (
     ConfigError,
     DeviceLost,
@@ -170,7 +180,7 @@ def test_a_plan_never_takes_more_than_there_is(
 def test_a_host_device_of_64_mib_is_planned_in_chunks_of_64_kib() -> None:
     driver = HostDriver(parse_host_devices("host:1x64MiB"))
     layout = SlotLayout((100_000,) * 8, 128)
-    asked = needs(slots=layout, slots_wanted=slot_budget("25%", layout))
+    asked = needs(slots=layout, slots_wanted=slot_budget((25.0, "%"), layout))
     plan = plan_device(driver, 0, asked)
     assert plan.chunk_bytes == 64 << 10
     assert plan.slots == 256

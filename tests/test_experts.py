@@ -11,8 +11,9 @@ from driver_contract import held_stream
 
 from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.experts import ExpertArena, HostArena, Tier
-from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout, host_offsets, slot_budget
+from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout, slot_budget
 from strata_nb.errors import ConfigError, DriverError, RuleViolation
+from strata_nb.options import expert_cache_size
 
 ALL = list(np.ndindex(len(BLOBS), EXPERTS))
 
@@ -63,14 +64,6 @@ def test_the_slots_of_a_prefix_are_those_that_lie_in_it_whole() -> None:
     assert SlotLayout((), 0).bytes_of(0) == 0
 
 
-def test_blobs_of_the_host_arena_lie_one_behind_the_other_and_aligned() -> None:
-    offsets, size = host_offsets((300, 256), 3)
-    assert offsets.tolist() == [[0, 512, 1024], [1536, 1792, 2048]]
-    assert size == 2304
-    assert offsets.dtype == np.int64
-    assert host_offsets((), 0)[1] == 0
-
-
 @pytest.mark.parametrize(
     ("text", "slots"),
     [
@@ -86,7 +79,7 @@ def test_blobs_of_the_host_arena_lie_one_behind_the_other_and_aligned() -> None:
     ],
 )
 def test_the_size_of_the_cache_is_slots_a_share_or_bytes(text: str, slots: int | None) -> None:
-    assert slot_budget(text, SlotLayout(BLOBS, EXPERTS)) == slots
+    assert slot_budget(expert_cache_size(text), SlotLayout(BLOBS, EXPERTS)) == slots
 
 
 @pytest.mark.parametrize(
@@ -94,7 +87,7 @@ def test_the_size_of_the_cache_is_slots_a_share_or_bytes(text: str, slots: int |
 )
 def test_another_size_of_the_cache_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--expert-cache") as refused:
-        slot_budget(text, SlotLayout(BLOBS, EXPERTS))
+        expert_cache_size(text)
     assert "N%" in refused.value.hint
 
 

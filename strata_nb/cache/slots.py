@@ -12,11 +12,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from itertools import accumulate
 
-import numpy as np
-import numpy.typing as npt
-
-from strata_nb.options import expert_cache_size
-
 BLOB_ALIGNMENT = 256  # bytes; of every blob, in the host arena and in a slot
 
 _UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
@@ -67,17 +62,13 @@ class SlotLayout:
         return min(self.full_slots, rounds * self.layers + bisect_right(self._ends, rest))
 
 
-def slot_budget(text: str, layout: SlotLayout) -> int | None:
-    """Return the slots that `--expert-cache TEXT` asks for; None for as many as there is room for.
+def slot_budget(size: tuple[float, str] | None, layout: SlotLayout) -> int | None:
+    """Return the slots that a size asks for (`options.expert_cache_size`); None for None.
 
-    auto    None
-    N       N slots; 0: none, every expert is read in place
-    N%      of all experts
-    NMiB, NGiB   as many slots as lie in that
-    More than one slot for each expert are of no use: the answer is at most that. ConfigError for
-    another text.
+    The unit says of what: "" slots (0: none, every expert is read in place), "%" of all experts,
+    "MiB" or "GiB": as many slots as lie in that. More than one slot for each expert are of no use:
+    the answer is at most that.
     """
-    size = expert_cache_size(text)
     if size is None:
         return None
     number, unit = size
@@ -86,11 +77,3 @@ def slot_budget(text: str, layout: SlotLayout) -> int | None:
     if unit == "%":
         return int(layout.full_slots * number / 100)
     return layout.slots_within(int(number * _UNITS[unit]))
-
-
-def host_offsets(blob_bytes: tuple[int, ...], experts: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Return offsets (layers, experts) of blobs one behind the other, and the size of them all."""
-    sizes = np.array(blob_bytes, np.int64) + (BLOB_ALIGNMENT - 1)
-    sizes = np.repeat(sizes // BLOB_ALIGNMENT * BLOB_ALIGNMENT, experts)
-    ends = np.cumsum(sizes)
-    return (ends - sizes).reshape(len(blob_bytes), experts), int(sizes.sum())
