@@ -305,7 +305,7 @@ def test_a_thread_that_cannot_be_started_leaves_none_behind(
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", fails_at_the_third)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    with pytest.raises(StrataError, match="can't start new thread"):
         Threads(4)
     assert workers() == before
 

@@ -248,6 +248,7 @@ class PreparedProgram:
     """Hold launches in the form that the threads read: functions and packed arguments."""
 
     def __init__(self, launches: Sequence[tuple[HostKernel, Sequence[int], bool]]) -> None:
+        self._kernels = [kernel for kernel, _, _ in launches]  # whose addresses the table holds
         self._words = [
             np.array([*arguments, *kernel.extra], np.int64) for kernel, arguments, _ in launches
         ]
@@ -297,9 +298,13 @@ class Threads:
         try:
             for worker in self._workers:
                 worker.start()
-        except BaseException:
+        except BaseException as error:
             self._finalizer()  # those that were started read memory that would go with this object
-            raise
+            if not isinstance(error, RuntimeError):
+                raise
+            raise StrataError(
+                f"{threads} compute threads cannot be started: {error}", hint="give a smaller -t"
+            ) from error
 
     def run(self, program: PreparedProgram, first: int = 0, last: int | None = None) -> None:
         """Run launches first .. last - 1 of a program (None: to its end) and wait for them."""
@@ -319,6 +324,8 @@ class Threads:
 
     def close(self) -> None:
         """End the threads; may be called twice."""
+        if os.getpid() != self._process:
+            return  # the workers are not here, and the lock may be held by a thread that is not
         with self._lock:
             self._finalizer()
 
