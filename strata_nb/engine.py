@@ -47,6 +47,7 @@ class Report:
     devices           each with its own figures; none for the judge
     slots, resident   expert slots of all devices, and how many hold an expert
     hit_rate          share of the choices of experts that found a slot; None before the first
+                      choice, and where there are no slots
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the devices' memory
     """
@@ -201,11 +202,12 @@ class Engine:
             for owner, size in device.bytes_by_owner.items():
                 owners[owner] = owners.get(owner, 0) + size
         choices = report.hits + report.misses
+        slots = sum(device.slots for device in report.devices)
         return Report(
             report.devices,
-            sum(device.slots for device in report.devices),
+            slots,
             sum(device.resident for device in report.devices),
-            report.hits / choices if choices else None,
+            report.hits / choices if choices and slots else None,
             sum(device.kv_cells for device in report.devices),
             owners,
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strata_nb.commands.output_files import whole_file
-from strata_nb.engine import Engine, Generation, Report
+from strata_nb.engine import Engine, Generation
 from strata_nb.models.description import bytes_text
 
 STATS_SCHEMA = 1
@@ -58,7 +58,7 @@ class Figures:
         return (
             f"prompt {self.prompt_tokens} tokens, {self.prompt_tps:.1f} tok/s · "
             f"generated {self.generated_tokens} tokens, {self.decode_tps:.1f} tok/s"
-            f"{_memory(engine.describe(), cells)}{seed}"
+            f"{_memory(engine, cells)}{seed}"
         )
 
     def stats(self, engine: Engine) -> dict[str, object]:
@@ -104,20 +104,17 @@ def device_lines(engine: Engine) -> list[str]:
     return lines
 
 
-def _memory(report: Report, cells: int) -> str:
+def _memory(engine: Engine, cells: int) -> str:
     """Return how the devices' memory served, as a part of the line that ends a run."""
+    report = engine.describe()
     if not report.devices:
         return ""
     cells = min(cells, report.kv_cells)  # the latest token may not have been read
     text = f" · K/V {cells:,} of {report.kv_cells:,} cells"
-    if report.hit_rate is None:
-        return text
-    if not report.slots:
-        return f"{text} · experts read in place"
-    return (
-        f"{text} · {report.hit_rate:.1%} hits with {report.resident:,} experts in "
-        f"{report.slots:,} slots"
-    )
+    if report.hit_rate is not None:
+        hits = f"{report.hit_rate:.1%} hits with {report.resident:,} experts"
+        return f"{text} · {hits} in {report.slots:,} slots"
+    return f"{text} · experts read in place" if engine.description.experts else text
 
 
 def write_json(path: Path | None, content: Mapping[str, object]) -> None:
