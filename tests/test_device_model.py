@@ -74,13 +74,16 @@ def judge(
         return float32_logits(file, ids), routers
 
 
-def device_logits(path: Path, ids: list[int]) -> tuple[Floats, npt.NDArray[np.int64]]:
+def device_logits(
+    path: Path, ids: list[int], trace: Path | None
+) -> tuple[Floats, npt.NDArray[np.int16]]:
     """Return the device's logits, and the experts it chose: (tokens, layers, top_k)."""
-    with opened(path, ctx=len(ids), rows=len(ids)) as model:
-        logits = read_in(model, ids, len(ids))
-        if not model.description.experts:
-            return logits, np.empty((len(ids), 0, 0), np.int64)
-        return logits, model.chosen(len(ids))
+    with opened(path, ctx=len(ids), rows=64, routing_trace=trace) as model:
+        logits = read_in(model, ids, 64)
+        if trace is None:
+            return logits, np.empty((len(ids), 0, 0), np.int16)
+        model.save_trace(trace)
+        return logits, np.load(trace)
 
 
 def check_near(path: Path, peer_kl: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +95,8 @@ def check_near(path: Path, peer_kl: float, monkeypatch: pytest.MonkeyPatch) -> N
     with GGUFFile.open(path) as file:
         ids = random_ids(file, RANDOM_TOKENS)
     exact, routers = judge(path, ids, monkeypatch)
-    logits, chosen = device_logits(path, ids.tolist())
+    trace = path.with_suffix(".npy") if routers else None
+    logits, chosen = device_logits(path, ids.tolist(), trace)
     as_judged = np.ones(len(ids), bool)
     for layer, router in enumerate(routers):
         k = chosen.shape[2]
@@ -283,6 +287,28 @@ def test_an_interrupt_right_after_a_draft_was_read_leaves_the_session_as_it_was(
     assert session.ids == ids[:10]
     session.append(ids[10])
     assert same_bits(session.next_logits(), engine.logits(ids[:11])[-1])
+
+
+@pytest.mark.parametrize("rewound", [False, True])
+def test_an_interrupt_of_a_rewind_never_leaves_cells_of_tokens_that_are_gone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, rewound: bool
+) -> None:
+    ids = random_tokens(11)
+    session = engine.open_session()
+    session.extend(ids[:10])
+    rewind = engine._model.rewind
+
+    def interrupted(sequence: int, length: int) -> None:
+        if rewound:
+            rewind(sequence, length)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model, "rewind", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.rewind(4)
+    session.extend(ids[10:])
+    assert same_bits(session.next_logits(), engine.logits(session.ids)[-1])
 
 
 def test_a_second_session_waits_for_the_first_ones_cells(tiny: Path) -> None:
