@@ -272,10 +272,10 @@ class DeviceModel:
         self._record.write(rows, {sequence: self.kv.length(sequence) for sequence in new})
         self._run_body(len(rows))
         logits = self._run_head([n for n, row in enumerate(rows) if row.wants_logits])
-        if self._trace is not None:
-            self._trace.append(self.chosen(len(rows)))
         if self.arena.has_free_slots:
             self.arena.fill(self._used_and_not_resident())
+        if self._trace is not None:  # behind all that may fail: a step that is repeated counts once
+            self._trace.append(self.chosen(len(rows)))
         for sequence, cells in new.items():
             self.kv.advance(sequence, cells)
         return logits

@@ -187,12 +187,14 @@ def test_the_copy_that_the_table_names_is_read(model: Path, tier: Tier) -> None:
 
 
 @pytest.mark.parametrize("operation", ["copy_async", "stream_synchronize"])
-def test_a_step_whose_fill_fails_was_never_there(tiny: Path, operation: str) -> None:
+def test_a_step_whose_fill_fails_was_never_there(
+    tiny: Path, tmp_path: Path, operation: str
+) -> None:
     ids = random_tokens(40)
     with opened(tiny) as one:
         exact = read_in(one, ids, 40)
     for nth in count(1):
-        with opened(tiny, ROOMY) as one:
+        with opened(tiny, ROOMY, routing_trace=tmp_path / "trace") as one:
             faults = one._backend.driver.faults  # type: ignore[attr-defined]
             sequence = one.open_sequence()
             read(one, sequence, ids[:1])
@@ -212,6 +214,8 @@ def test_a_step_whose_fill_fails_was_never_there(tiny: Path, operation: str) -> 
             faults.lift()
             assert same_bits(read(one, sequence, ids[1:]), exact[1:40])
             assert one.arena.resident > resident
+            one.save_trace(tmp_path / "trace")
+            assert len(np.load(tmp_path / "trace")) == len(ids)
             assert same_bits(read_in(one, ids, 7), exact)
     assert nth > (2 if operation == "copy_async" else 1)
 
@@ -238,6 +242,8 @@ def test_a_profile_fills_the_slots_of_the_next_start_in_its_order(
         ) as engine:
             arena = engine._device().arena
             assert [arena.owner(slot) for slot in range(slots)] == order[:slots]
+            engine.save_expert_profile(tmp_path / "again")  # nothing was used yet
+            assert load_profile(tmp_path / "again", SHAPE.layers, SHAPE.experts).order() == order
             assert same_bits(engine.logits(ids), exact)
             expected = sum(uses[:slots]) / sum(uses)
             assert engine.describe().hit_rate == pytest.approx(expected, abs=1e-12)

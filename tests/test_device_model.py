@@ -293,7 +293,7 @@ def test_an_interrupt_right_after_a_draft_was_read_leaves_the_session_as_it_was(
 def test_an_interrupt_of_a_rewind_never_leaves_cells_of_tokens_that_are_gone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, rewound: bool
 ) -> None:
-    ids = random_tokens(11)
+    ids = random_tokens(18)
     session = engine.open_session()
     session.extend(ids[:10])
     rewind = engine._model.rewind
