@@ -151,7 +151,7 @@ def filled(model: DeviceModel) -> list[tuple[int, int]]:
     return blobs(model, Tier.SLOT)
 
 
-@pytest.mark.parametrize("slots", [EXPERTS // 2, EXPERTS])
+@pytest.mark.parametrize("slots", [SHAPE.layers, EXPERTS // 2, EXPERTS])
 def test_the_hosts_copy_of_an_expert_in_a_slot_is_not_read(
     model: Path, exact: Floats, slots: int
 ) -> None:
@@ -337,15 +337,34 @@ def test_fewer_slots_than_layers_are_refused(model: Path) -> None:
     assert "3 or more" in error.hint
 
 
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "dense.gguf"
+    make_model(path, replace(SHAPE, architecture="qwen3", experts=0, top_k=0, layers=1))
+    return path
+
+
 @pytest.mark.parametrize("flag", ["expert_profile", "expert_profile_save", "routing_trace"])
 def test_flags_about_experts_are_refused_where_none_are_counted(
-    model: Path, tmp_path: Path, flag: str
+    model: Path, dense: Path, flag: str
 ) -> None:
-    dense = tmp_path / "dense.gguf"
-    make_model(dense, replace(SHAPE, architecture="qwen3", experts=0, top_k=0, layers=1))
     name = "--" + flag.replace("_", "-")
-    assert f"{name} some.file" in str(refusal(dense, device="host", **{flag: "some.file"}))
+    for device in ("host", ROOMY):
+        assert f"{name} some.file" in str(refusal(dense, device=device, **{flag: "some.file"}))
     assert f"{name} some.file" in str(refusal(model, device="reference", **{flag: "some.file"}))
+
+
+def test_a_dense_model_runs_on_a_small_device_and_refuses_slots(dense: Path) -> None:
+    ids = random_tokens(70)
+    with opened(dense) as one:
+        exact = read_in(one, ids, 1)
+    with opened(dense, ROOMY) as one:
+        assert same_bits(read_in(one, ids, 64), exact)
+        report = one.report()
+        assert (report.devices[0].slots, report.hits, report.misses) == (0, 0, 0)
+    assert "--expert-cache 5: this model has no experts" in str(
+        refusal(dense, device=ROOMY, expert_cache="5")
+    )
 
 
 def test_the_judge_refuses_slots(model: Path) -> None:

@@ -23,6 +23,7 @@ from oracle_models import RANDOM_MODELS, RANDOM_TOKENS, float32_logits, random_i
 
 from strata_nb import Engine, Options, models
 from strata_nb.device_model import DeviceModel
+from strata_nb.errors import ConfigError
 from strata_nb.formats import DEQUANTISABLE, TensorType
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats
@@ -251,6 +252,7 @@ def test_an_interrupt_between_the_layers_of_a_prompt_leaves_every_sequence_as_it
         read(one, second, others[:5])
         rows = [Row(first, token, True) for token in ids[10:40]]
         rows += [Row(second, token, True) for token in others[5:30]]
+        free = one.kv.free_cells
         for nth in count(1):
             with monkeypatch.context() as patch:
                 interrupted = Interrupted(one, nth, patch)
@@ -258,6 +260,7 @@ def test_an_interrupt_between_the_layers_of_a_prompt_leaves_every_sequence_as_it
                     logits = one.step(rows)
                 except KeyboardInterrupt:
                     assert (one.length(first), one.length(second)) == (10, 5)
+                    assert one.kv.free_cells == free
                     one.ledger.check_integrity()
                 else:
                     assert interrupted.left > 0
@@ -332,3 +335,28 @@ def test_a_second_session_waits_for_the_first_ones_cells(tiny: Path) -> None:
         gc.collect()
         assert same_bits(later.next_logits(), exact)
         assert all(same_bits(session.next_logits(), exact) for session in held)
+
+
+def test_a_step_that_does_not_fit_takes_no_cells_from_anybody(tiny: Path) -> None:
+    with opened(tiny, "host:1x16MiB@64KiB", ctx=256) as one:
+        first, second = one.open_sequence(), one.open_sequence()
+        read(one, first, random_tokens(64))
+        while one.kv.free_cells > 64:
+            read(one, second, random_tokens(64))
+        rows = [Row(number, 1, True) for number in (first, second)]
+        lengths = [one.length(number) for number in (first, second)]
+        with pytest.raises(MemoryError):
+            one.step(rows)
+        assert one.kv.free_cells == 64
+        assert [one.length(number) for number in (first, second)] == lengths
+        read(one, second, [1])
+
+
+def test_sessions_beyond_the_table_are_refused_until_one_is_closed(engine: Engine) -> None:
+    gc.collect()
+    sessions = [engine.open_session() for _ in range(16)]
+    with pytest.raises(ConfigError, match="16 sequences are open") as got:
+        engine.open_session()
+    assert got.value.hint
+    sessions.pop().close()
+    engine.open_session().extend([1])
