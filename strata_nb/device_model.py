@@ -247,7 +247,14 @@ class DeviceModel:
                     hint="leave it out, or give a device of its own memory: --device host:1x64MiB",
                 )
             return 0
-        return slot_budget(expert_cache_size(options.expert_cache), slots) if slots.layers else 0
+        if slots.layers:
+            return slot_budget(expert_cache_size(options.expert_cache), slots)
+        if options.expert_cache != "auto":
+            raise ConfigError(
+                f"--expert-cache {options.expert_cache}: this model has no experts",
+                hint="leave it out",
+            )
+        return 0
 
     # Steps.
 
@@ -271,15 +278,24 @@ class DeviceModel:
         if not 1 <= len(rows) <= self.max_rows:
             raise ConfigError(f"a step of {len(rows)} rows", hint=f"1 to {self.max_rows} rows")
         new = Counter(row.sequence for row in rows)
+        before = {sequence: self.kv.length(sequence) for sequence in new}
+        try:
+            return self._step(rows, new, dict(before))
+        except BaseException:
+            for sequence, length in before.items():
+                self.kv.rewind(sequence, length)  # the room that it got is free again
+            raise
+
+    def _step(self, rows: Sequence[Row], new: Counter[int], lengths: dict[int, int]) -> Floats:
         for sequence, cells in new.items():
             self.kv.extend(sequence, cells)
-        self._record.write(rows, {sequence: self.kv.length(sequence) for sequence in new})
+        self._record.write(rows, lengths)
         self._run_body(len(rows))
         logits = self._run_head([n for n, row in enumerate(rows) if row.wants_logits])
-        if self._trace is not None:
-            self._trace.append(self.chosen(len(rows)))
         if self.arena.has_free_slots:
             self.arena.fill(self._used_and_not_resident())
+        if self._trace is not None:  # behind all that may fail: a step that is repeated counts once
+            self._trace.append(self.chosen(len(rows)))
         for sequence, cells in new.items():
             self.kv.advance(sequence, cells)
         return logits

@@ -233,10 +233,17 @@ class Session:
                 hint="draft fewer tokens",
             )
         self._read(None)
-        logits = self._model.step([Row(self._sequence, int(token), True) for token in ids])
-        self._ids.extend(ids)
-        self._drafted = len(ids)
-        self._logits = logits[-1]
+        before = self.position
+        try:
+            logits = self._model.step([Row(self._sequence, int(token), True) for token in ids])
+            self._ids.extend(ids)
+            self._drafted = len(ids)
+            self._logits = logits[-1]
+        except BaseException:  # an interrupt may come when the step has counted its cells
+            self._drafted = 0
+            self.rewind(before)
+            self._rewind_model(before)
+            raise
         return logits
 
     def commit(self, keep: int) -> int:
@@ -260,9 +267,11 @@ class Session:
                 hint=f"a position from 0 to {self.position}",
             )
         if position < self.position:
+            # In this order an interrupt leaves tokens that are read again, and never cells that
+            # belong to no token.
             self._logits = None
-            del self._ids[position:]
             self._rewind_model(position)
+            del self._ids[position:]
         return position
 
     def close(self) -> None:

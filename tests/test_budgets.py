@@ -1,0 +1,371 @@
+"""Slots for experts: no budget changes a bit, slots are what is read, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from device_world import (
+    ONE_SIZE,
+    SHAPE,
+    make_tiny,
+    opened,
+    random_tokens,
+    read,
+    read_in,
+    same_bits,
+)
+from make_model import make_model
+
+from strata_nb import Engine, Options
+from strata_nb.addresses import memory_view
+from strata_nb.cache.experts import Tier
+from strata_nb.cache.profile import load_profile
+from strata_nb.device_model import DeviceModel
+from strata_nb.errors import ConfigError, DriverError, FileFormatError, StrataError
+from strata_nb.kernels.reference import Floats
+
+ROOMY = "host:1x64MiB"
+EXPERTS = SHAPE.layers * SHAPE.experts
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "small.gguf"
+    make_model(path, SHAPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_size(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose experts fit every slot."""
+    path = tmp_path_factory.mktemp("models") / "one_size.gguf"
+    make_model(path, SHAPE, rules=ONE_SIZE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    make_tiny(path)
+    return path
+
+
+def text(model: DeviceModel) -> Floats:
+    """Return the logits of two prompts, and of 64 tokens that the model writes behind each."""
+    parts = []
+    for prompt in (random_tokens(40), random_tokens(100, 1)):
+        sequence = model.open_sequence()
+        for at in range(0, len(prompt), 64):
+            parts.append(read(model, sequence, prompt[at : at + 64]))
+            model.ledger.check_integrity()
+        for _ in range(64):
+            parts.append(read(model, sequence, [int(parts[-1][-1].argmax())]))
+            model.ledger.check_integrity()
+        model.forget_sequence(sequence)
+    return np.concatenate(parts)
+
+
+@pytest.fixture(scope="module")
+def exact(model: Path) -> Floats:
+    with opened(model) as one:
+        return text(one)
+
+
+def hit_rate(model: DeviceModel) -> float:
+    hits, misses = model.arena.tally.tolist()
+    return float(hits / (hits + misses))
+
+
+def device_with(model: Path, slots: int) -> str:
+    """Return a device that has room for so many slots, and not for one more."""
+    with opened(model, ROOMY, expert_cache=str(slots)) as one:
+        layout = one.arena.layout
+        owners = one.report().devices[0].bytes_by_owner
+    kib = owners["dense"] + owners["kv"] + layout.bytes_of(slots)
+    return f"host:1x{-(-kib // 65536) * 64 + 64}KiB@64KiB"
+
+
+# Budgets.
+
+
+def test_no_number_of_slots_changes_a_bit_and_more_slots_are_hit_more_often(
+    model: Path, exact: Floats
+) -> None:
+    rates = []
+    for slots in (0, SHAPE.layers, EXPERTS // 10, EXPERTS // 2, EXPERTS):
+        with opened(model, ROOMY, expert_cache=str(slots)) as one:
+            assert same_bits(text(one), exact), slots
+            report = one.report()
+            assert report.devices[0].slots == slots
+            assert report.devices[0].resident == slots
+            rates.append(hit_rate(one))
+    assert rates[0] == 0
+    assert rates == sorted(set(rates))
+    assert rates[-1] > 0.8  # all but the first step, which filled the slots
+
+
+@pytest.mark.parametrize("slots", [SHAPE.layers, EXPERTS // 10, EXPERTS // 2, EXPERTS])
+def test_a_small_device_has_the_bits_of_the_whole_machine(
+    model: Path, exact: Floats, slots: int
+) -> None:
+    device = device_with(model, slots)
+    with opened(model, device) as one:
+        assert slots <= one.report().devices[0].slots <= slots + 2
+        assert same_bits(text(one), exact)
+
+
+def test_slots_that_the_ledger_takes_back_change_no_bit(model: Path, exact: Floats) -> None:
+    with opened(model, ROOMY + "@64KiB", expert_cache=str(EXPERTS)) as one:
+        assert same_bits(text(one), exact)
+        for share in (2, 8, 1):
+            held = one.ledger.holdings()
+            full = one.ledger.plan.arena_chunks
+            one.ledger.carry_out(replace(held, experts=full // share))
+            assert same_bits(text(one), exact)
+            assert not one.arena.has_free_slots or one.arena.usable_slots > one.arena.resident
+
+
+# Slots are real.
+
+
+def blobs(model: DeviceModel, tier: Tier) -> list[tuple[int, int]]:
+    layers, experts = np.nonzero(model.arena.expert_tier == tier)
+    return list(zip(layers.tolist(), experts.tolist(), strict=True))
+
+
+def overwrite(addresses: Sequence[int], sizes: Sequence[int]) -> None:
+    for address, size in zip(addresses, sizes, strict=True):
+        memory_view(address, size)[:] = 0xFF
+
+
+def filled(model: DeviceModel) -> list[tuple[int, int]]:
+    """Fill all slots and return who is in them."""
+    text(model)
+    assert not model.arena.has_free_slots
+    return blobs(model, Tier.SLOT)
+
+
+@pytest.mark.parametrize("slots", [SHAPE.layers, EXPERTS // 2, EXPERTS])
+def test_the_hosts_copy_of_an_expert_in_a_slot_is_not_read(
+    model: Path, exact: Floats, slots: int
+) -> None:
+    ids = random_tokens(256, 3)
+    with opened(model) as one:
+        long = read_in(one, ids, 1)
+    with opened(model, ROOMY, expert_cache=str(slots)) as one:
+        arena = one.arena
+        home = arena.expert_address.copy()  # nobody has a slot yet
+        resident = filled(one)
+        assert len(resident) == slots
+        sizes = [arena.layout.blob_bytes[layer] for layer, _ in resident]
+        overwrite([int(home[who]) for who in resident], sizes)
+        assert same_bits(read_in(one, ids, 1), long)
+        for rows in (64, 7, 2):
+            assert same_bits(read_in(one, ids, rows), long)
+        assert same_bits(text(one), exact)
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_the_copy_that_the_table_names_is_read(model: Path, tier: Tier) -> None:
+    ids = random_tokens(64, 3)
+    with opened(model, ROOMY, expert_cache="50%") as one:
+        filled(one)
+        before = read_in(one, ids, 64)
+        victim = max(blobs(one, tier), key=lambda who: int(one.arena.use[who]))
+        size = one.arena.layout.blob_bytes[victim[0]]
+        overwrite([int(one.arena.expert_address[victim])], [size])
+        assert not same_bits(read_in(one, ids, 64), before)
+
+
+# First use.
+
+
+@pytest.mark.parametrize("operation", ["copy_async", "stream_synchronize"])
+def test_a_step_whose_fill_fails_was_never_there(
+    tiny: Path, tmp_path: Path, operation: str
+) -> None:
+    ids = random_tokens(40)
+    with opened(tiny) as one:
+        exact = read_in(one, ids, 40)
+    for nth in count(1):
+        with opened(tiny, ROOMY, routing_trace=tmp_path / "trace") as one:
+            faults = one._backend.driver.faults  # type: ignore[attr-defined]
+            sequence = one.open_sequence()
+            read(one, sequence, ids[:1])
+            resident = one.arena.resident
+            faults.plan(operation, nth)
+            try:
+                read(one, sequence, ids[1:])
+            except DriverError:
+                assert one.length(sequence) == 1
+                assert one.arena.resident == resident
+                one.ledger.check_integrity()
+            else:
+                break
+            faults.plan(operation, forever=True)
+            with pytest.raises(DriverError):
+                read(one, sequence, ids[1:])
+            faults.lift()
+            assert same_bits(read(one, sequence, ids[1:]), exact[1:40])
+            assert one.arena.resident > resident
+            one.save_trace(tmp_path / "trace")
+            assert len(np.load(tmp_path / "trace")) == len(ids)
+            assert same_bits(read_in(one, ids, 7), exact)
+    assert nth > (2 if operation == "copy_async" else 1)
+
+
+# Profiles and traces.
+
+
+def test_a_profile_fills_the_slots_of_the_next_start_in_its_order(
+    one_size: Path, tmp_path: Path
+) -> None:
+    ids, profile = random_tokens(90), tmp_path / "profile"
+    options = Options(one_size, device=ROOMY, ctx_size=CONTEXT, expert_cache="7")
+    with Engine.open(options) as engine:
+        exact = engine.logits(ids)
+        engine.save_expert_profile(profile)
+        use = engine._device().arena.use.copy()
+    order = load_profile(profile, SHAPE.layers, SHAPE.experts).order()
+    uses = [int(use[who]) for who in order]
+    assert uses == sorted(uses, reverse=True)
+    assert len(order) == EXPERTS
+    for slots in (SHAPE.layers, 20, EXPERTS):
+        with Engine.open(
+            replace(options, expert_profile=profile, expert_cache=str(slots))
+        ) as engine:
+            arena = engine._device().arena
+            assert [arena.owner(slot) for slot in range(slots)] == order[:slots]
+            engine.save_expert_profile(tmp_path / "again")  # nothing was used yet
+            assert load_profile(tmp_path / "again", SHAPE.layers, SHAPE.experts).order() == order
+            assert same_bits(engine.logits(ids), exact)
+            expected = sum(uses[:slots]) / sum(uses)
+            assert engine.describe().hit_rate == pytest.approx(expected, abs=1e-12)
+            engine.save_expert_profile(tmp_path / "again")
+        assert load_profile(tmp_path / "again", SHAPE.layers, SHAPE.experts).order() == order
+
+
+def test_a_profile_of_another_model_is_refused(model: Path, tiny: Path, tmp_path: Path) -> None:
+    options = Options(tiny, device=ROOMY)
+    profile = tmp_path / "profile"
+    with Engine.open(options) as engine:
+        engine.logits([1, 2, 3])
+        engine.save_expert_profile(profile)
+    other = replace(options, model=model, expert_profile=profile)
+    with (
+        pytest.raises(FileFormatError, match="2 layers of 3 experts, the model has 3 of 16") as got,
+        Engine.open(other),
+    ):
+        pass
+    assert got.value.hint
+
+
+def test_a_trace_holds_every_choice_that_was_counted(model: Path, tmp_path: Path) -> None:
+    ids = random_tokens(50)
+    options = Options(model, device=ROOMY, ctx_size=CONTEXT, prefill=16, expert_cache="9")
+    with Engine.open(replace(options, routing_trace=tmp_path / "trace.npy")) as engine:
+        session = engine.open_session()
+        session.extend(ids)
+        session.draft([1, 2, 3])
+        session.commit(1)
+        session.append(7)
+        session.next_logits()
+        engine.save_routing_trace(tmp_path / "trace.npy")
+        arena = engine._device().arena
+        use, tally = arena.use.copy(), arena.tally.copy()
+    routes = np.load(tmp_path / "trace.npy")
+    tokens = len(ids) + 3 + 1
+    assert routes.shape == (tokens, SHAPE.layers, SHAPE.top_k)
+    assert tally.sum() == routes.size
+    for layer in range(SHAPE.layers):
+        counted = np.bincount(routes[:, layer].reshape(-1), minlength=SHAPE.experts)
+        assert np.array_equal(counted, use[layer])
+    assert all(len(set(row)) == SHAPE.top_k for row in routes.reshape(-1, SHAPE.top_k).tolist())
+
+
+# Refusals.
+
+
+def refusal(path: Path, **options: object) -> StrataError:
+    with pytest.raises(ConfigError) as got, Engine.open(Options(path, **options)):  # type: ignore[arg-type]
+        pass
+    assert got.value.hint
+    return got.value
+
+
+def test_slots_are_refused_where_the_device_has_none(model: Path) -> None:
+    error = refusal(model, device="host", expert_cache="12")
+    assert "--expert-cache 12" in str(error)
+    assert "host:1x64MiB" in error.hint
+
+
+def test_a_device_without_room_for_the_dense_weights_is_refused_with_the_sum(model: Path) -> None:
+    error = refusal(model, device="host:1x256KiB")
+    assert "262,144  free on the device" in str(error)
+    lines = [line.split(None, 1) for line in str(error).splitlines()[1:]]
+    numbers = {name: int(number.replace(",", "")) for number, name in lines}
+    needed, free, missing = (
+        numbers.pop(name) for name in ("needed", "free on the device", "missing")
+    )
+    assert sum(numbers.values()) == needed == free + missing
+    assert numbers["dense weights and buffers"] > 262_144
+
+
+def test_the_context_that_a_refusal_names_does_fit(model: Path) -> None:
+    options = Options(model, device=ROOMY, ctx_size=1024, expert_cache="0")
+    with Engine.open(options) as engine:
+        owners = engine.describe().bytes_by_owner
+    kib = (owners["dense"] + owners["kv"] // 2) >> 10
+    small = f"host:1x{kib}KiB@64KiB"
+    error = refusal(model, device=small, ctx_size=1024, expert_cache="0")
+    assert "K/V of 1,024 cells" in str(error)
+    cells = int(error.hint.split("--ctx-size ")[1].split()[0])
+    assert 256 <= cells <= 512
+    with Engine.open(replace(options, device=small, ctx_size=cells)) as engine:
+        engine.logits(random_tokens(cells))
+
+
+def test_fewer_slots_than_layers_are_refused(model: Path) -> None:
+    error = refusal(model, device=ROOMY, expert_cache="2")
+    assert "2 expert slots: a model of 3 layers" in str(error)
+    assert "3 or more" in error.hint
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "dense.gguf"
+    make_model(path, replace(SHAPE, architecture="qwen3", experts=0, top_k=0, layers=1))
+    return path
+
+
+@pytest.mark.parametrize("flag", ["expert_profile", "expert_profile_save", "routing_trace"])
+def test_flags_about_experts_are_refused_where_none_are_counted(
+    model: Path, dense: Path, flag: str
+) -> None:
+    name = "--" + flag.replace("_", "-")
+    for device in ("host", ROOMY):
+        assert f"{name} some.file" in str(refusal(dense, device=device, **{flag: "some.file"}))
+    assert f"{name} some.file" in str(refusal(model, device="reference", **{flag: "some.file"}))
+
+
+def test_a_dense_model_runs_on_a_small_device_and_refuses_slots(dense: Path) -> None:
+    ids = random_tokens(70)
+    with opened(dense) as one:
+        exact = read_in(one, ids, 1)
+    with opened(dense, ROOMY) as one:
+        assert same_bits(read_in(one, ids, 64), exact)
+        report = one.report()
+        assert (report.devices[0].slots, report.hits, report.misses) == (0, 0, 0)
+    assert "--expert-cache 5: this model has no experts" in str(
+        refusal(dense, device=ROOMY, expert_cache="5")
+    )
+
+
+def test_the_judge_refuses_slots(model: Path) -> None:
+    assert "--expert-cache 5" in str(refusal(model, device="reference", expert_cache="5"))
