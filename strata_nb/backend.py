@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from strata_nb.execution import Driver
 from strata_nb.host import HostDriver, parse_host_devices
@@ -19,14 +19,10 @@ from strata_nb.kernels.host.functions import WorkSpace, prepare
 from strata_nb.kernels.host.threads import PreparedProgram, Threads
 from strata_nb.kernels.program import Program
 
-
-class Prepared(Protocol):
-    """A program in the form that a backend runs."""
-
-    def __len__(self) -> int: ...
+Prepared = TypeVar("Prepared")  # a program in the form that a backend runs
 
 
-class Backend(Protocol):
+class Backend(Protocol[Prepared]):
     """Run programs on one device.
 
     name        for people
@@ -57,10 +53,10 @@ class Backend(Protocol):
     def packed_row_bytes(self, values: int) -> int:
         """Return the bytes of a quantised row of activations."""
 
-    def prepare(self, programs: Sequence[Program]) -> list[PreparedProgram]:
+    def prepare(self, programs: Sequence[Program]) -> Sequence[Prepared]:
         """Compile what programs launch; they can be run until the backend is closed."""
 
-    def run(self, program: PreparedProgram, first: int = 0, last: int | None = None) -> None:
+    def run(self, program: Prepared, first: int = 0, last: int | None = None) -> None:
         """Run launches first .. last - 1 of a program (None: to its end) and wait for them."""
 
     def close(self) -> None:

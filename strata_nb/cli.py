@@ -56,7 +56,8 @@ _DEVICE = """\
   --vram-reserve-mib N         MiB of the device that stay free for others (default 0)
   --expert-profile FILE        fill the slots at the start in the order of this file
   --expert-profile-save FILE   write which experts were used most, for the next start
-  --routing-trace FILE         write each token's experts: int16 .npy (tokens, layers, top-k)
+  --routing-trace FILE         write the experts of every token that is read: int16 .npy (tokens,
+                               layers, top-k)
   --deterministic              the same bits whatever budget, batch and threads are (on the host
                                they always are the same)"""
 _DEVICE_OF_A_TEXT = _DEVICE.format(context="the model's, at most 8192")

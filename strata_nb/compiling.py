@@ -54,10 +54,7 @@ def compiled(signature: str) -> Callable[[Function], Function]:
             dispatcher._cache = _FolderCache(function)
             dispatcher.compile(signature)
         except OSError as error:
-            raise ConfigError(
-                f"machine code cannot be kept on disk: {error}",
-                hint=f"name a folder with room that can be written: {CACHE_VARIABLE}=FOLDER",
-            ) from error
+            raise _not_kept(error) from error
         dispatcher.disable_compile()
         chosen: Function = dispatcher
         return chosen
@@ -120,8 +117,18 @@ def cache_folder() -> Path:
     for part in _ingredients():
         digest.update(len(part).to_bytes(8, "little") + part)
     folder = Path(home) / f"kernels-{digest.hexdigest()[:24]}"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_kept(error) from error
     return folder
+
+
+def _not_kept(error: OSError) -> ConfigError:
+    return ConfigError(
+        f"machine code cannot be kept on disk: {error}",
+        hint=f"name a folder with room that can be written: {CACHE_VARIABLE}=FOLDER",
+    )
 
 
 def _ingredients() -> Iterator[bytes]:

@@ -14,10 +14,11 @@ logits. What changes between steps are tables that the programs read.
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,15 +38,14 @@ from strata_nb.errors import ConfigError
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
-from strata_nb.loading_pieces import Progress
+from strata_nb.loading_pieces import LoadProgress
 from strata_nb.models.description import Description
 from strata_nb.models.emitting import Buffers, ExpertPlaces, KVPlaces, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options, expert_cache_size
-from strata_nb.steps import DeviceReport, Report, Row, closed_error
+from strata_nb.steps import WINDOW_ROWS, DeviceReport, ModelReport, Row, closed_error
 
 SEQUENCES = 16  # rows of the block table
-WINDOW_ROWS = 8  # a step of more rows is long enough to look for Ctrl-C between its layers
 HEAD_ROWS = 32  # whose logits are computed at a time: 20 MB for a vocabulary of 150,000
 ROPE_FACTORS = "rope_freqs.weight"  # read here, and by no kernel
 
@@ -74,7 +74,7 @@ class DeviceModel:
         options: Options,
         ctx_size: int,
         max_rows: int,
-        backend: Backend,
+        backend: Backend[Any],
         *,
         progress: Callable[[int, int], object] | None,
         say: Callable[[str], None],
@@ -85,6 +85,7 @@ class DeviceModel:
         self.warnings: list[str] = []
         self._backend = backend
         self._forgotten: deque[int] = deque()
+        self._turn = threading.RLock()  # of the thread that runs a step, or changes sequences
         self._trace: RoutingTrace | None = None
         self._prior: Profile | None = None
         sizes = _measure(file, description, options, ctx_size)
@@ -117,12 +118,12 @@ class DeviceModel:
             slots=sizes.slots if wanted_slots != 0 else None,
             slots_wanted=wanted_slots,
         )
-        self.warnings += loading.check_memory(_host_needs(file, sizes, needs, backend.has_slots))
+        self.warnings += loading.check_memory(_host_needs(sizes, needs))
         plan = plan_device(driver, device, needs)
 
         keep = loading.cache_fits(file, file.size_bytes)
         total = sum(info.size_bytes for info in file.tensors.values())
-        load = Progress(total, progress)
+        load = LoadProgress(total, progress)
         weights = loading.load_dense(
             file,
             sizes.dense,
@@ -259,22 +260,29 @@ class DeviceModel:
     # Steps.
 
     def open_sequence(self) -> int:
-        self._settle()
-        return self.kv.open_sequence()
+        with self._turn:
+            self._settle()
+            return self.kv.open_sequence()
 
     def forget_sequence(self, sequence: int) -> None:
         self._forgotten.append(sequence)
 
     def length(self, sequence: int) -> int:
-        self._settle()
-        return self.kv.length(sequence)
+        with self._turn:
+            self._settle()
+            return self.kv.length(sequence)
 
     def rewind(self, sequence: int, length: int) -> None:
-        self._settle()
-        self.kv.rewind(sequence, length)
+        with self._turn:
+            self._settle()
+            self.kv.rewind(sequence, length)
 
     def step(self, rows: Sequence[Row]) -> Floats:
-        self._settle()
+        with self._turn:
+            self._settle()
+            return self._checked_step(rows)
+
+    def _checked_step(self, rows: Sequence[Row]) -> Floats:
         if not 1 <= len(rows) <= self.max_rows:
             raise ConfigError(f"a step of {len(rows)} rows", hint=f"1 to {self.max_rows} rows")
         new = Counter(row.sequence for row in rows)
@@ -302,6 +310,7 @@ class DeviceModel:
 
     def chosen(self, rows: int) -> npt.NDArray[np.int64]:
         """Return the experts that the rows of the last step used: (rows, layers, top_k)."""
+        self._opened()
         model = self.description
         size = rows * model.top_k * 8
         tables = [memory_view(address, size).view(np.int64) for address in self._programs.chosen]
@@ -335,7 +344,7 @@ class DeviceModel:
 
     # The rest.
 
-    def report(self) -> Report:
+    def report(self) -> ModelReport:
         self._opened()
         ledger = self.ledger.describe()
         device = DeviceReport(
@@ -346,7 +355,7 @@ class DeviceModel:
             ledger.bytes_by_owner,
         )
         hits, misses = self.arena.tally.tolist()
-        return Report((device,), hits, misses)
+        return ModelReport((device,), hits, misses)
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""
@@ -355,13 +364,16 @@ class DeviceModel:
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the routes of all steps so far."""
         if self._trace is None:
-            raise AssertionError("no trace was asked for")
+            raise ConfigError(
+                "no routing trace was kept", hint="open the engine with Options(routing_trace=...)"
+            )
         self._trace.save(path)
 
     def close(self) -> None:
-        resources, self._resources = self._resources, None
-        if resources is not None:
-            resources.close()
+        with self._turn:
+            resources, self._resources = self._resources, None
+            if resources is not None:
+                resources.close()
 
     def _opened(self) -> None:
         if self._resources is None:
@@ -371,7 +383,9 @@ class DeviceModel:
         """End the sequences whose sessions are gone."""
         self._opened()
         while self._forgotten:
-            self.kv.close_sequence(self._forgotten.popleft())
+            if self.kv.is_open(self._forgotten[0]):
+                self.kv.close_sequence(self._forgotten[0])
+            self._forgotten.popleft()
 
 
 class _Record:
@@ -428,12 +442,16 @@ def _measure(file: GGUFFile, model: Description, options: Options, ctx_size: int
     return _Sizes(dense, stacks, experts, slots, kv, ctx_size * model.rope_dims * 4)
 
 
-def _host_needs(file: GGUFFile, sizes: _Sizes, needs: Needs, has_slots: bool) -> dict[str, int]:
+def _host_needs(sizes: _Sizes, needs: Needs) -> dict[str, int]:
     """Return what host memory must hold, for people and by bytes."""
-    host = {"experts": sizes.experts.size_bytes if sizes.experts is not None else 0}
-    if not has_slots:
-        host["dense weights and buffers"] = needs.dense_bytes
-        host[f"K/V of {needs.kv_cells:,} cells"] = needs.kv.bytes_for(needs.kv_cells)
+    host = {
+        "experts": sizes.experts.size_bytes if sizes.experts is not None else 0,
+        "dense weights and buffers": needs.dense_bytes,
+        f"K/V of {needs.kv_cells:,} cells": needs.kv.bytes_for(needs.kv_cells),
+    }
+    if needs.slots is not None:  # small devices are made of the same memory
+        wanted = needs.slots_wanted or needs.slots.layers
+        host[f"at least {wanted:,} expert slots"] = needs.slots.bytes_of(wanted)
     return host
 
 

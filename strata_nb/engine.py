@@ -28,7 +28,7 @@ from strata_nb.options import (
     Sampling,
 )
 from strata_nb.session import Generation, Session, Token
-from strata_nb.steps import DeviceReport, ReferenceSteps, Row, StepModel, closed_error
+from strata_nb.steps import WINDOW_ROWS, DeviceReport, ReferenceSteps, Row, StepModel
 from strata_nb.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from strata_nb.models import Description, Progress
 
 __all__ = ["Engine", "Generation", "Report", "Session", "Token"]
-
-LEAST_ROWS = 8  # of a step, whatever the prompt batch: a drafted window has as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +127,7 @@ class Engine:
             models.open_reference(file, self.description, progress=progress),
             self.ctx_size,
             (options.cache_type_k or "f32", options.cache_type_v or "f32"),
-            max(LEAST_ROWS, self.prefill_rows),
+            max(WINDOW_ROWS, self.prefill_rows),
             self.threads,
             options.threads or 1,
         )
@@ -154,7 +152,7 @@ class Engine:
             self.description,
             options,
             self.ctx_size,
-            max(LEAST_ROWS, self.prefill_rows),
+            max(WINDOW_ROWS, self.prefill_rows),
             backend,
             progress=progress,
             say=say,
@@ -281,7 +279,9 @@ class Engine:
 
     def _device(self) -> DeviceModel:
         if self._on_device is None:
-            raise closed_error()
+            raise ConfigError(
+                "the reference device counts no experts", hint="open the engine on another device"
+            )
         return self._on_device
 
     def __enter__(self) -> Engine:

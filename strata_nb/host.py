@@ -23,9 +23,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
+from strata_nb import cpu
 from strata_nb import host_pages as pages
 from strata_nb.errors import (
     ConfigError,
@@ -68,7 +68,7 @@ def parse_host_devices(text: str) -> tuple[HostDevice, ...]:
     """
     if text == "host":
         unit = MACHINE_UNIT_BYTES
-        return (HostDevice(_machine_bytes() // unit * unit, unit, unit),)
+        return (HostDevice(cpu.memory_limit_bytes() // unit * unit, unit, unit),)
     match = _DEVICES.fullmatch(text)
     if match is None:
         raise _refuse(text, "not understood")
@@ -388,14 +388,6 @@ if TYPE_CHECKING:
     from strata_nb.execution import Driver
 
     _is_a_driver: type[Driver] = HostDriver
-
-
-def _machine_bytes() -> int:
-    """Return the memory of the machine, or of the container that this process lives in."""
-    total = os.sysconf("SC_PHYS_PAGES") * pages.PAGE_BYTES
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return min(total, int(text)) if text.isdigit() else total
 
 
 def _refuse(text: str, reason: str) -> ConfigError:

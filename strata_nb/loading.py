@@ -42,8 +42,8 @@ from strata_nb.formats import TensorType, row_bytes
 from strata_nb.gguf import GGUFFile, TensorInfo
 from strata_nb.loading_pieces import (
     FLOAT_BYTES,
+    LoadProgress,
     Piece,
-    Progress,
     carry_out,
     matrix_pieces,
     to_device,
@@ -273,7 +273,7 @@ def load_dense(
     *,
     threads: int,
     keep_cached: bool,
-    progress: Progress,
+    progress: LoadProgress,
 ) -> DenseWeights:
     """Load matrices and vectors into one allocation of a device.
 
@@ -313,7 +313,7 @@ def load_experts(
     *,
     threads: int,
     keep_cached: bool,
-    progress: Progress,
+    progress: LoadProgress,
 ) -> HostExperts:
     """Load all experts into an arena of host memory, registered with the driver.
 

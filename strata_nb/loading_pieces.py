@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from math import prod
 from typing import NamedTuple
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb.addresses import memory_view
+from strata_nb.errors import StrataError
 from strata_nb.execution import ExecutionDriver
 from strata_nb.formats import dequantise, row_bytes
 from strata_nb.gguf import GGUFFile, TensorInfo
@@ -25,7 +26,7 @@ FLOAT_BYTES = 4
 Bytes = npt.NDArray[np.uint8]
 
 
-class Progress:
+class LoadProgress:
     """Count the bytes of a file that were loaded, over several loads.
 
     total_bytes   of all of them
@@ -116,7 +117,7 @@ def carry_out(
     pieces: Sequence[Piece],
     deliver: Sequence[Deliver],
     keep_cached: bool,
-    progress: Progress,
+    progress: LoadProgress,
 ) -> None:
     """Read and deliver all pieces, with one worker thread for each of `deliver`.
 
@@ -132,8 +133,8 @@ def carry_out(
     largest = max((piece.size_bytes for piece in pieces), default=0)
 
     def work(deliver: Deliver) -> None:
-        buffer = np.empty(largest, np.uint8)
         try:
+            buffer = np.empty(largest, np.uint8)
             while not stop.is_set():
                 with taking:
                     piece = next(in_file_order, None)
@@ -151,7 +152,7 @@ def carry_out(
 
     pool = ThreadPoolExecutor(len(deliver), "loading")
     try:
-        workers = [pool.submit(work, each) for each in deliver]
+        workers = _submitted(pool, work, deliver)
         running = len(workers)
         while running:
             size = done.get()
@@ -164,6 +165,24 @@ def carry_out(
         _join(pool)
     for worker in workers:
         worker.result()
+
+
+def _submitted(
+    pool: ThreadPoolExecutor, work: Callable[[Deliver], None], deliver: Sequence[Deliver]
+) -> list[Future[None]]:
+    """Start the workers, as many as the system allows."""
+    workers: list[Future[None]] = []
+    for each in deliver:
+        try:
+            workers.append(pool.submit(work, each))
+        except RuntimeError as error:  # no more threads
+            if not workers:
+                raise StrataError(
+                    f"no thread can be started to load the model: {error}",
+                    hint="end other programs, or raise the limit of threads (ulimit -u)",
+                ) from error
+            break
+    return workers
 
 
 def _join(pool: ThreadPoolExecutor) -> None:

@@ -131,6 +131,8 @@ _FIELDS: dict[TensorType, str] = {
     TensorType.MXFP4: "quants:16 exponent:1",
 }
 PACKED = frozenset(_FIELDS)  # types whose packed form differs from the file's
+# Types without blocks that kernels multiply by; of the others without blocks none is common.
+UNPACKED = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
 
 
 @cache

@@ -144,7 +144,8 @@ class Session:
 
     The latest tokens may not have been read yet: a token that was sampled is read when the next
     one is asked for. One generation at a time may go on; an older one is refused. Closing a session
-    frees its K/V, and so does dropping it.
+    frees its K/V, and so does dropping it. One thread uses a session at a time; sessions of one
+    engine may be used by several, whose steps take turns.
     """
 
     def __init__(
@@ -203,6 +204,7 @@ class Session:
                 "nothing to continue: the session holds no token",
                 hint="extend it with at least one token, such as the model's BOS",
             )
+        self._check_open()
         if self._logits is None:  # after a rewind or an interrupt: the last token is read again
             self._rewind_model(self.position - 1)
         self._read(None)
@@ -224,6 +226,11 @@ class Session:
         then nothing else may be done with the session. At most as many as a step has rows.
         """
         self._check_open()
+        if self._drafted:
+            raise ConfigError(
+                f"{self._drafted} drafted tokens are not decided yet",
+                hint="commit some of them, or 0",
+            )
         self._description.check_ids(ids)
         most = min(self._model.max_rows, self.ctx_size - self.position)
         if not 1 <= len(ids) <= most:
@@ -248,6 +255,7 @@ class Session:
 
     def commit(self, keep: int) -> int:
         """Keep the first `keep` tokens of the last draft, forget the rest; return the position."""
+        self._check_open()
         if not 0 <= keep <= self._drafted:
             raise ConfigError(
                 f"cannot keep {keep} of {self._drafted} drafted tokens", hint="draft them first"
@@ -261,11 +269,13 @@ class Session:
 
     def rewind(self, position: int) -> int:
         """Forget every token from `position` on and return the position reached."""
+        self._check_open()
         if not 0 <= position <= self.position:
             raise ConfigError(
                 f"cannot rewind to {position}: the session holds {self.position} tokens",
                 hint=f"a position from 0 to {self.position}",
             )
+        self._drafted = 0
         if position < self.position:
             # In this order an interrupt leaves tokens that are read again, and never cells that
             # belong to no token.

@@ -7,6 +7,7 @@ and a batch of drafted ones are all steps.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import groupby
@@ -18,6 +19,9 @@ from threadpoolctl import ThreadpoolController
 from strata_nb.errors import ConfigError, StrataError
 from strata_nb.kernels.reference import Floats
 from strata_nb.models import ReferenceModel, ReferenceState
+
+# Of a window. A step of more rows is long enough to look for Ctrl-C between its layers.
+WINDOW_ROWS = 8
 
 
 class Row(NamedTuple):
@@ -44,7 +48,7 @@ class DeviceReport(NamedTuple):
     bytes_by_owner: dict[str, int]
 
 
-class Report(NamedTuple):
+class ModelReport(NamedTuple):
     """Describe a model that is open: its devices, and how the choices of its routers were met.
 
     hits     choices of an expert that found it in a slot
@@ -57,7 +61,7 @@ class Report(NamedTuple):
 
 
 class StepModel(Protocol):
-    """Run steps. One thread calls it at a time.
+    """Run steps. Several threads may call it; a step is not begun before another has ended.
 
     max_rows   of one step
     warnings   for the user, one line each
@@ -87,7 +91,7 @@ class StepModel(Protocol):
         After an error or an interrupt every sequence is as it was. Raises StrataError.
         """
 
-    def report(self) -> Report:
+    def report(self) -> ModelReport:
         """Describe the devices as they are now."""
 
     def close(self) -> None:
@@ -118,12 +122,14 @@ class ReferenceSteps:
         self._states: dict[int, ReferenceState] = {}
         self._forgotten: deque[int] = deque()
         self._next = 0
+        self._turn = threading.RLock()
 
     def open_sequence(self) -> int:
-        self._drop_forgotten()
-        number, self._next = self._next, self._next + 1
-        self._states[number] = self._opened().new_state(self._ctx_size, *self._cache_types)
-        return number
+        with self._turn:
+            self._drop_forgotten()
+            number, self._next = self._next, self._next + 1
+            self._states[number] = self._opened().new_state(self._ctx_size, *self._cache_types)
+            return number
 
     def forget_sequence(self, sequence: int) -> None:
         self._forgotten.append(sequence)
@@ -135,7 +141,11 @@ class ReferenceSteps:
         self._state(sequence).rewind(length)
 
     def step(self, rows: Sequence[Row]) -> Floats:
-        self._drop_forgotten()
+        with self._turn:
+            self._drop_forgotten()
+            return self._step(rows)
+
+    def _step(self, rows: Sequence[Row]) -> Floats:
         model = self._opened()
         new = Counter(row.sequence for row in rows)
         before = {sequence: self._state(sequence).length for sequence in new}
@@ -153,14 +163,14 @@ class ReferenceSteps:
                         "last" if only_last else "all",
                     )
                     parts.append(logits[wanted[-1:] if only_last else wanted])
+            return np.concatenate(parts)
         except BaseException:
             for sequence, length in before.items():
                 self._states[sequence].rewind(length)
             raise
-        return np.concatenate(parts)
 
-    def report(self) -> Report:
-        return Report((), 0, 0)
+    def report(self) -> ModelReport:
+        return ModelReport((), 0, 0)
 
     def close(self) -> None:
         self._model = None

@@ -119,6 +119,35 @@ def test_flags_about_experts_are_refused_where_there_are_none(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_cannot_be_two_things_but_a_profile_may_be_gone_on_with(
+    run: Console, model: str, tmp_path: Path
+) -> None:
+    flags = ["generate", "-m", model, "hello", *GREEDY]
+    one = str(tmp_path / "one")
+    for pair in (
+        ["--expert-profile-save", one, "--routing-trace", one],
+        ["--stats-json", one, "--expert-profile", one],
+    ):
+        status, _, err = run(*flags, *pair)
+        assert status == 2
+        assert "names the same file" in err
+    assert list(tmp_path.iterdir()) == []
+    assert run(*flags, "--expert-profile-save", one)[0] == 0
+    first = Path(one).read_bytes()
+    assert run(*flags, "--expert-profile", one, "--expert-profile-save", one)[0] == 0
+    assert len(Path(one).read_bytes()) == len(first)
+
+
+def test_a_folder_for_compiled_code_that_cannot_be_made_is_refused(model: str) -> None:
+    process = start(
+        *["generate", "-m", model, "hello"], env={**os.environ, "STRATA_NB_CACHE_DIR": "/proc/none"}
+    )
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert b"machine code cannot be kept on disk" in err
+    assert b"hint: " in err
+
+
 def test_a_second_start_compiles_nothing(model: str) -> None:
     def compiled_files() -> dict[Path, int]:
         command = [sys.executable, "-m", "strata_nb", "generate", "-m", model, "hello", "-n", "3"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -417,3 +418,66 @@ def test_a_prompt_ends_without_eos_even_if_the_file_adds_it_to_texts(tmp_path: P
         assert engine.encode("hello", add_special=True)[-1] == eos
         assert engine.encode_prompt("hello") == engine.encode("hello")
         assert engine.encode_prompt("") == [eos]
+
+
+def test_a_draft_is_decided_before_the_next_and_a_rewind_forgets_it(engine: Engine) -> None:
+    session = engine.open_session()
+    session.extend([1, 2, 3, 4, 5, 6])
+    session.draft([7, 8, 9])
+    with pytest.raises(ConfigError, match="3 drafted tokens are not decided"):
+        session.draft([7])
+    session.rewind(6)
+    with pytest.raises(ConfigError, match="cannot keep 1 of 0 drafted"):
+        session.commit(1)
+    assert session.ids == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_closed_session_touches_no_other(engine: Engine) -> None:
+    closed = engine.open_session()
+    closed.extend([1, 2, 3])
+    closed.close()
+    closed.close()
+    other = engine.open_session()
+    other.extend([4, 5, 6])
+    for use in (
+        lambda: closed.rewind(0),
+        lambda: closed.next_logits(),
+        lambda: closed.extend([1]),
+        lambda: closed.append(1),
+        lambda: closed.draft([1]),
+        lambda: closed.commit(0),
+        lambda: list(closed.generate()),
+    ):
+        with pytest.raises(StrataError, match="session is closed"):
+            use()
+    assert engine._model.length(other._sequence) == 3
+    assert closed.ids == [1, 2, 3]
+
+
+def test_sessions_of_several_threads_take_turns(engine: Engine) -> None:
+    prompts = [[number, number + 1, number + 2] for number in range(1, 5)]
+    alone = [
+        [token.id for token in engine.generate(ids, max_tokens=12, sampling=GREEDY)]
+        for ids in prompts
+    ]
+
+    def write(ids: list[int]) -> list[int]:
+        return [token.id for token in engine.generate(ids, max_tokens=12, sampling=GREEDY)]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for _ in range(3):
+            assert list(pool.map(write, prompts)) == alone
+
+
+def test_the_judge_counts_no_experts_and_says_so(model: Path, tmp_path: Path) -> None:
+    with (
+        Engine.open(Options(model, "reference")) as engine,
+        pytest.raises(ConfigError, match="reference device counts no experts"),
+    ):
+        engine.save_expert_profile(tmp_path / "profile")
+    with (
+        Engine.open(Options(model, "host", ctx_size=64)) as engine,
+        pytest.raises(ConfigError, match="no routing trace was kept"),
+    ):
+        engine.save_routing_trace(tmp_path / "trace")
+    assert list(tmp_path.iterdir()) == []

@@ -221,13 +221,33 @@ def test_an_insertion_that_fails_can_be_repeated(world: World) -> None:
     arena.insert(1, 2, 1)
 
 
-def test_hits_misses_and_uses_are_counted(world: World) -> None:
+class InterruptedTable(np.ndarray):
+    """A table whose n-th write is interrupted, as by Ctrl-C."""
+
+    left = 0
+
+    def __setitem__(self, place: object, value: object) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        super().__setitem__(place, value)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_filling_that_is_interrupted_while_it_names_experts_names_none(
+    world: World, nth: int
+) -> None:
     arena = arena_of(world)
-    arena.fill([(0, 1), (1, 1)])
-    arena.count_use(0, np.array([[0, 1], [1, 3], [1, 1]]))
-    arena.count_use(2, np.array([[1]]))
-    assert arena.tally.tolist() == [4, 3]
-    assert np.array_equal(arena.use, [[1, 4, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
+    table = arena.expert_address
+    arena.expert_address = table.view(InterruptedTable)
+    arena.expert_address.left = nth
+    with pytest.raises(KeyboardInterrupt):
+        arena.fill([(0, 1), (1, 1), (2, 2)])
+    arena.expert_address = table
+    assert arena.resident == 0
+    world.check()
+    assert arena.fill(ALL) == 7
+    world.check()
 
 
 def test_without_slots_everything_is_read_in_place() -> None:

@@ -8,16 +8,15 @@ from numpy.typing import NDArray
 from random_blocks import random_blocks
 
 from strata_nb.formats import TensorType, block_layout, block_record, dequantise, row_bytes
-from strata_nb.kernels.host.launch import Activations, multiply, quantise
-from strata_nb.kernels.host.plain import PLAIN
-from strata_nb.packing import PACKED, pack
+from strata_nb.kernels.host.array_products import Activations, multiply, quantise
+from strata_nb.packing import PACKED, UNPACKED, pack
 
 T = TensorType
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 TYPES = sorted(PACKED)
 names = pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
-plain_names = pytest.mark.parametrize("kind", sorted(PLAIN), ids=lambda kind: kind.name)
+plain_names = pytest.mark.parametrize("kind", sorted(UNPACKED), ids=lambda kind: kind.name)
 
 
 def shapes(kind: TensorType) -> list[tuple[int, int, int]]:

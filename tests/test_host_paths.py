@@ -125,7 +125,7 @@ import sys
 import numpy as np
 from random_blocks import random_blocks
 from strata_nb.formats import TensorType, block_layout
-from strata_nb.kernels.host.launch import multiply, quantise
+from strata_nb.kernels.host.array_products import multiply, quantise
 from strata_nb.packing import PACKED, pack
 x = quantise(np.random.default_rng(0).standard_normal((5, 512)).astype(np.float32))
 names = sys.argv[2].split(",")

@@ -17,14 +17,13 @@ from strata_nb.kernels.host.embedding import embed_kernel, work_bytes
 from strata_nb.kernels.host.gating import gated_add_kernel, silu_mul_kernel
 from strata_nb.kernels.host.normalising import rms_norm_kernel
 from strata_nb.kernels.host.operations import HostKernel, Work
-from strata_nb.kernels.host.plain import PLAIN
 from strata_nb.kernels.host.routing import (
     expert_gather_kernel,
     expert_group_kernel,
     router_top_k_kernel,
 )
 from strata_nb.kernels.program import launch
-from strata_nb.packing import PACKED, pack
+from strata_nb.packing import PACKED, UNPACKED, pack
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -306,7 +305,7 @@ def embedded(
     return x
 
 
-@pytest.mark.parametrize("kind", sorted(PACKED | PLAIN), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", sorted(PACKED | UNPACKED), ids=lambda kind: kind.name)
 def test_an_embedded_row_has_the_bits_of_the_file(kind: TensorType) -> None:
     rng = np.random.default_rng(int(kind))
     for vocabulary, blocks in ((16, 2), (21, 3), (3, 1)):

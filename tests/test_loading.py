@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf_bytes as raw
 import numpy as np
@@ -21,7 +22,13 @@ from model_shapes import ModelShape
 
 from strata_nb import host_pages, loading_pieces
 from strata_nb.addresses import memory_view
-from strata_nb.errors import ConfigError, DriverError, FileFormatError, OutOfDeviceMemory
+from strata_nb.errors import (
+    ConfigError,
+    DriverError,
+    FileFormatError,
+    OutOfDeviceMemory,
+    StrataError,
+)
 from strata_nb.formats import TensorType, dequantise, tensor_bytes
 from strata_nb.gguf import GGUFFile
 from strata_nb.host import HostDriver
@@ -36,7 +43,7 @@ from strata_nb.loading import (
     load_dense,
     load_experts,
 )
-from strata_nb.loading_pieces import Progress
+from strata_nb.loading_pieces import LoadProgress
 from strata_nb.packing import unpack
 
 Bytes = npt.NDArray[np.uint8]
@@ -80,7 +87,7 @@ class World:
         keep_cached: bool = True,
         report: Report | None = None,
     ) -> DenseWeights | HostExperts:
-        file, driver, progress = self.file, self.driver, Progress(self.file.size_bytes, report)
+        file, driver, progress = self.file, self.driver, LoadProgress(self.file.size_bytes, report)
         if what == "dense":
             return load_dense(
                 file,
@@ -307,7 +314,7 @@ def test_a_vector_of_any_type_becomes_float32(
     with GGUFFile.open(path) as file:
         wanted = dequantise(kind, file.raw("v"))
         with load_dense(
-            file, ["before", "v"], driver, 0, threads=1, keep_cached=True, progress=Progress(0)
+            file, ["before", "v"], driver, 0, threads=1, keep_cached=True, progress=LoadProgress(0)
         ) as weights:
             address, found, length = weights.tensors["v"]
             assert (found, length) == (TensorType.F32, wanted.shape)
@@ -330,7 +337,7 @@ def test_tensors_come_from_every_shard_of_a_split_model(tmp_path: Path) -> None:
     with GGUFFile.open(tmp_path / "m-00002-of-00003.gguf") as file:
         names = ["t2", "t0", "t1"]
         with load_dense(
-            file, names, driver, 0, threads=2, keep_cached=True, progress=Progress(0)
+            file, names, driver, 0, threads=2, keep_cached=True, progress=LoadProgress(0)
         ) as weights:
             for name, tensor in weights.tensors.items():
                 found = unpacked(tensor.address, tensor.kind, tensor.shape)
@@ -345,7 +352,7 @@ def test_a_stack_of_one_expert_with_one_row_stays_a_matrix(tmp_path: Path) -> No
     with GGUFFile.open(put(tmp_path, build({}, tensors))) as file:
         layout = expert_layout(file, [names])
         with load_experts(
-            file, [names], layout, driver, threads=1, keep_cached=True, progress=Progress(0)
+            file, [names], layout, driver, threads=1, keep_cached=True, progress=LoadProgress(0)
         ) as experts:
             assert layout.blob_bytes == (256 + 64 * 18 + 128,)
             for part, (inside, kind, shape) in layout.parts[0].items():
@@ -376,7 +383,7 @@ def test_progress_counts_every_byte_of_the_file_once_on_the_calling_thread(
 
 
 def test_one_progress_counts_several_loads(world: World) -> None:
-    progress = Progress(world.file.size_bytes)
+    progress = LoadProgress(world.file.size_bytes)
     for _ in range(2):
         load_dense(
             world.file,
@@ -479,6 +486,50 @@ def test_an_error_of_one_worker_stops_the_others_soon(
         world.load(what, threads=3)
     assert next(calls) < 20  # there are more than a hundred pieces
     assert_nothing_is_left(world, mapped)
+
+
+@BOTH
+def test_memory_that_a_worker_does_not_get_ends_the_load(
+    world: World, what: str, mapped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = np.empty
+    left = iter([True])
+
+    def refuses_once(*given: Any, **named: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and next(left, False):
+            raise MemoryError("no buffer")
+        return empty(*given, **named)
+
+    monkeypatch.setattr(np, "empty", refuses_once)
+    with pytest.raises(MemoryError, match="no buffer"):
+        world.load(what)
+    monkeypatch.undo()
+    assert_nothing_is_left(world, mapped)
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_load_goes_on_with_the_threads_that_can_be_started(
+    world: World, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = loading_pieces.ThreadPoolExecutor.submit
+    left = iter([True] * started)
+
+    def limited(pool: Any, *given: Any) -> Any:
+        if next(left, False):
+            return submit(pool, *given)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(loading_pieces.ThreadPoolExecutor, "submit", limited)
+    if started:
+        with world.load("experts", threads=3) as loaded:
+            found = contents(loaded)
+        monkeypatch.undo()
+        with world.experts() as loaded:
+            assert found == contents(loaded)
+    else:
+        with pytest.raises(StrataError, match="no thread can be started") as caught:
+            world.load("experts", threads=3)
+        assert "ulimit -u" in caught.value.hint
 
 
 @BOTH

@@ -364,3 +364,17 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
         "start the child with the spawn method"
     )
     assert (status, parent) == ("7", f"{number} True")
+
+
+def test_the_interpreter_ends_while_another_thread_is_in_a_run() -> None:
+    # Many threads on few cores: some worker is late to read what the run is.
+    for _ in range(4):
+        done = run_script(
+            "threads, mixing = Threads(8), Mixing(2)\n"
+            "def forever():\n"
+            "    while True:\n"
+            "        threads.run(mixing.program, 0, 1)\n"
+            "threading.Thread(target=forever, daemon=True).start()\n"
+            "time.sleep(0.2)\n"
+        )
+        assert done.returncode == 0, done.stderr

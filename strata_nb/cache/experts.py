@@ -134,12 +134,6 @@ class ExpertArena:
         """Return layer and number of the expert in a slot, or None."""
         return None if self._owner[slot] == NOBODY else self._expert_in(slot)
 
-    def count_use(self, layer: int, chosen: npt.NDArray[np.integer]) -> None:
-        """Count the experts that rows (rows, top-k) of a layer chose."""
-        found = int(np.count_nonzero(self.expert_tier[layer, chosen] == Tier.SLOT))
-        self.tally += found, chosen.size - found
-        np.add.at(self.use[layer], chosen.reshape(-1), 1)
-
     def fill(self, order: Iterable[tuple[int, int]]) -> int:
         """Give experts (layer, number) free slots of their size, in this order.
 
@@ -148,19 +142,15 @@ class ExpertArena:
         them is resident and their slots are free.
         """
         placed: dict[tuple[int, int], int] = {}
+        left = [sorted(free, reverse=True) for free in self._free]  # the lowest slot comes first
         for layer, expert in order:
-            if not self.has_free_slots:
+            if not any(left):
                 break
-            free = self._free[self.layout.class_of_layer[layer]]
+            free = left[self.layout.class_of_layer[layer]]
             resident = self.expert_tier[layer, expert] == Tier.SLOT or (layer, expert) in placed
             if free and not resident:
-                placed[layer, expert] = heapq.heappop(free)
-        try:
-            self._load(placed)
-        except BaseException:
-            for slot in placed.values():
-                heapq.heappush(self._free[self.layout.class_of_slot(slot)], slot)
-            raise
+                placed[layer, expert] = free.pop()
+        self._load(placed)
         return len(placed)
 
     def insert(self, layer: int, expert: int, slot: int) -> None:
@@ -175,8 +165,6 @@ class ExpertArena:
         if self.expert_tier[layer, expert] == Tier.SLOT:
             raise RuleViolation(3, f"expert {expert} of layer {layer} has a slot")
         self._load({(layer, expert): slot})
-        self._free[size_class].remove(slot)
-        heapq.heapify(self._free[size_class])
 
     def evict(self, layer: int, expert: int) -> int:
         """Let the tables name the host's copy again; returns the slot, which is draining."""
@@ -234,15 +222,33 @@ class ExpertArena:
         return layer, expert
 
     def _load(self, placed: dict[tuple[int, int], int]) -> None:
-        """Copy blobs to slots, wait for all of them, then name them: publication comes last."""
+        """Copy blobs to free slots, wait for all of them, then name them: publication comes last.
+
+        Whatever ends this half way, an error or Ctrl-C, leaves none of the experts resident and
+        their slots free.
+        """
         if not placed:
             return
+        taken = set(placed.values())
+        free_before = self._free
+        free_after = [[slot for slot in free if slot not in taken] for free in free_before]
+        for free in free_after:
+            heapq.heapify(free)
         for (layer, expert), slot in placed.items():
             source, size = int(self._in_place[layer, expert]), self.layout.blob_bytes[layer]
             target = self._base + self.layout.offset(slot)
             self._driver.copy_async(target, source, size, self._stream)
         self._driver.stream_synchronize(self._stream)
-        for (layer, expert), slot in placed.items():
-            self._owner[slot] = layer * self.layout.experts + expert
-            self.expert_address[layer, expert] = self._base + self.layout.offset(slot)
-            self.expert_tier[layer, expert] = Tier.SLOT
+        try:
+            self._free = free_after
+            for (layer, expert), slot in placed.items():
+                self._owner[slot] = layer * self.layout.experts + expert
+                self.expert_address[layer, expert] = self._base + self.layout.offset(slot)
+                self.expert_tier[layer, expert] = Tier.SLOT
+        except BaseException:
+            for (layer, expert), slot in placed.items():
+                self.expert_tier[layer, expert] = Tier.IN_PLACE
+                self.expert_address[layer, expert] = self._in_place[layer, expert]
+                self._owner[slot] = NOBODY
+            self._free = free_before
+            raise

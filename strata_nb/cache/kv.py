@@ -33,8 +33,8 @@ from strata_nb.execution import ExecutionDriver
 class StoredHeads(NamedTuple):
     """Hold cells of one layer and part as they are stored, rows first.
 
-    values   (cells, kv heads, head length), float16 or int8
-    scales   (cells, kv heads, groups) float16; no groups where the values are float16
+    values   (cells, kv heads, head length), as the cache type has them
+    scales   (cells, kv heads, groups) float16; no groups where the values are floats
     """
 
     values: npt.NDArray[Any]
@@ -112,6 +112,10 @@ class KVCache:
         """Cells of the blocks that no sequence holds."""
         return len(self._free) * BLOCK_CELLS
 
+    def is_open(self, sequence: int) -> bool:
+        """Return whether there is such a sequence."""
+        return sequence in self._open
+
     def length(self, sequence: int) -> int:
         """Return how many cells are written."""
         return self._open[sequence].length
@@ -161,7 +165,9 @@ class KVCache:
         if copies:
             self._own(sequence, last)
         for _ in range(missing):
-            self._hold(sequence, len(held.blocks), heapq.heappop(self._free))
+            # In this order: what ends this half way, such as Ctrl-C, loses no block.
+            self._hold(sequence, len(held.blocks), self._free[0])
+            heapq.heappop(self._free)
         held.room = max(held.room, end)
 
     def advance(self, sequence: int, cells: int) -> None:

@@ -34,6 +34,8 @@ def _host(text: str) -> list[str]:
 def run(arguments: Arguments) -> int:
     """Run the command; returns 0."""
     asked = arguments.text("--device")
+    if asked == "auto":
+        asked = "host"
     if asked is not None and asked.split(":")[0] not in ("host", REFERENCE):
         raise ConfigError(
             f"--device {asked}: not known", hint="host, host:1x64MiB, or " + REFERENCE

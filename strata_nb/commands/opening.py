@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from strata_nb.chat import ChatTemplate, choose_template
@@ -44,13 +44,12 @@ def open_engine(arguments: Arguments, ctx_size: int | None = None) -> Iterator[E
                 f"{engine.device}, {engine.threads} threads, context {engine.ctx_size} cells, "
                 f"loaded in {engine.load_s:.2f} s"
             )
-        try:
-            yield engine
-        finally:
+        with ExitStack() as at_the_end:  # each is written even if another cannot be
             if profile is not None:
-                engine.save_expert_profile(profile)
+                at_the_end.callback(engine.save_expert_profile, profile)
             if trace is not None:
-                engine.save_routing_trace(trace)
+                at_the_end.callback(engine.save_routing_trace, trace)
+            yield engine
 
 
 @dataclass(frozen=True)

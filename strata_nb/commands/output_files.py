@@ -16,15 +16,24 @@ from typing import BinaryIO
 from strata_nb.commands.arguments import Arguments
 from strata_nb.errors import ConfigError
 
-INPUT_FLAGS = ("--model", "FILE", "--file", "--kl-base", "--chat-template-file")
-OUTPUT_FLAGS = ("--stats-json", "--save-logits")
+INPUT_FLAGS = (
+    "--model",
+    "FILE",
+    "--file",
+    "--kl-base",
+    "--chat-template-file",
+    "--expert-profile",
+)
+OUTPUT_FLAGS = ("--stats-json", "--save-logits", "--expert-profile-save", "--routing-trace")
+# The profile that a run began with may be the one that it leaves behind.
+_MAY_BE_SAME = {"--expert-profile-save": "--expert-profile"}
 
 
 def output_file(arguments: Arguments, flag: str) -> Path | None:
     """Return the file that `flag` names, None where it was not given.
 
     Raises ConfigError, before any work is done for it, for a place that cannot be written, and for
-    a file that the command reads or writes under another flag.
+    a file that the command reads or writes under another flag, unless it is meant to go on with it.
     """
     name = arguments.path(flag)
     if name is None:
@@ -42,7 +51,8 @@ def output_file(arguments: Arguments, flag: str) -> Path | None:
         return path
     for other in (*INPUT_FLAGS, *OUTPUT_FLAGS):
         taken = arguments.path(other)
-        if taken is not None and other != flag and Path(taken).resolve() == path:
+        meant = other in (flag, _MAY_BE_SAME.get(flag))
+        if taken is not None and not meant and Path(taken).resolve() == path:
             raise ConfigError(
                 f"{flag} {name}: {other} names the same file", hint="name another file"
             )

@@ -19,12 +19,9 @@ from strata_nb.formats import TensorType
 from strata_nb.kernels.program import Launch, Program, launch
 from strata_nb.models.description import Description
 from strata_nb.models.tensors import EXPERT_PARTS
-from strata_nb.packing import PACKED
+from strata_nb.packing import PACKED, UNPACKED
 
 ALIGNMENT = 256  # bytes; of every buffer
-
-# Types of matrices that kernels read as they are in the file; of others only the packed ones.
-UNPACKED = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
 
 _FLOAT = 4  # bytes of a float32
 _WORD = 8  # bytes of an int64
@@ -127,8 +124,8 @@ class Programs(NamedTuple):
     """Hold what a step runs: `body` once, then `head` for up to `head_rows` wanted rows at a time.
 
     layer_ends   launches of the body up to the end of each layer: where it may be cut
-    chosen       address of int64 (layers, rows, top_k): the experts that the rows of the last step
-                 used, packed to the number of its rows
+    chosen       for each layer the address of int64 (rows, top_k): the experts that the rows of the
+                 last step used
     logits       address of float32 (head rows, vocabulary)
     """
 
@@ -175,7 +172,7 @@ class Emitter:
         self._buffers = buffers
         self._max_rows, self._head_rows = max_rows, head_rows
         self._packed_row_bytes = packed_row_bytes
-        self._named: dict[str, int] = {}
+        self._named: dict[str, tuple[int, int]] = {}  # address and bytes
         self._launches: list[Launch] = []
         self._layer_ends: list[int] = []
         self._chosen: list[int] = []
@@ -393,7 +390,7 @@ class Emitter:
         counts = {"rows": self._rows, "experts": model.experts, "top_k": model.top_k}
         x, row_bytes = h.for_type(gate.kind), self._row_bytes(gate.kind, width)
         gathered = self._buffer(f"gathered.{row_bytes}", row_bytes * choices)
-        members, addresses = self._named["members"], self._places.experts[layer].addresses
+        members, addresses = self._named["members"][0], self._places.experts[layer].addresses
         source = {
             **counts,
             "x": x,
@@ -426,10 +423,10 @@ class Emitter:
             {
                 **counts,
                 "starts": self._starts,
-                "places": self._named["places"],
+                "places": self._named["places"][0],
                 "inner": inner.for_type(down.kind),
                 "addresses": addresses,
-                "shares": self._named["shares"],
+                "shares": self._named["shares"][0],
                 "products": self._buffer("products", _FLOAT * width * choices),
                 "y": self._x,
                 "down_offset": down.offset,
@@ -570,10 +567,13 @@ class Emitter:
         return self._buffer(name, _FLOAT * width * (self._max_rows if rows is None else rows))
 
     def _buffer(self, name: str, size: int) -> int:
-        """Return the buffer of a name: all layers use the same."""
+        """Return the buffer of a name: all layers use the same, so all want the same size."""
         if name not in self._named:
-            self._named[name] = self._buffers.take(size)
-        return self._named[name]
+            self._named[name] = self._buffers.take(size), size
+        address, taken = self._named[name]
+        if taken != size:
+            raise AssertionError(f"buffer {name} has {taken:,} bytes, and {size:,} are wanted")
+        return address
 
     def _add(
         self,

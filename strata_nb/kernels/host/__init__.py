@@ -27,5 +27,5 @@ split of the outputs:
     rotation.py, attention.py, attention_block.py, planes.py   positions, K/V and attention
     exponential.py   exp of our own
     vectors.py, lanes.py    SIMD vectors in Numba    instructions.py, capability.py   the processor
-    launch.py        the door for tests and benchmarks of products
+    array_products.py   the door for tests and benchmarks of products
 """

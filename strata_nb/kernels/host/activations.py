@@ -41,6 +41,8 @@ from strata_nb.kernels.host.vectors import (
 from strata_nb.packing import SUB_BLOCK
 from strata_nb.raw_memory import load_i64, store
 
+SUB_BLOCK_BYTES = SUB_BLOCK + 16  # of a quantised row, for each sub-block of it
+
 _SMALLEST = np.float32(2.0**-100)  # below it 127 / magnitude overflows; the values count as 0
 _INFINITY = np.float32(np.inf)
 _MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
@@ -60,7 +62,7 @@ _lower_1, _upper_1 = shuffler([0, 2]), shuffler([1, 3])
 
 def row_bytes(values: int) -> int:
     """Return the bytes of a quantised row."""
-    return values + values // SUB_BLOCK * 16
+    return values // SUB_BLOCK * SUB_BLOCK_BYTES
 
 
 @inlined
@@ -137,7 +139,7 @@ def quantise_share(
     source: int, target: int, rows: int, sub_blocks: int, thread: int, threads: int
 ) -> None:
     """Quantise a thread's share of all sub-blocks of float32 rows that lie one behind the other."""
-    stride = (SUB_BLOCK + 16) * sub_blocks
+    stride = SUB_BLOCK_BYTES * sub_blocks
     first, last = share(rows * sub_blocks, 1, thread, threads)
     while first < last:
         row = first // sub_blocks
@@ -153,7 +155,7 @@ def quantise_rows(source: int, target: int, values: int, first: int, last: int) 
     """Quantise rows first .. last - 1 of float32 (rows, values) to rows of `row_bytes`."""
     sub_blocks = values // SUB_BLOCK
     for row in range(first, last):
-        target_row = target + row * (values + sub_blocks * 16)
+        target_row = target + row * SUB_BLOCK_BYTES * sub_blocks
         quantise_sub_blocks(source + 4 * row * values, target_row, sub_blocks, 0, sub_blocks)
 
 

@@ -17,16 +17,16 @@ from strata_nb.compiling import compiled, inlined
 from strata_nb.formats import TensorType, block_layout, row_bytes
 from strata_nb.kernels.host.lanes import lane, piece
 from strata_nb.kernels.host.operations import SIGNATURE, HostKernel, Work, share, word
-from strata_nb.kernels.host.plain import PLAIN, reader
+from strata_nb.kernels.host.plain import reader
 from strata_nb.kernels.host.steps import host_weights, widener
 from strata_nb.kernels.host.vectors import floats_of, only_lane, widen_unsigned
-from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
+from strata_nb.packing import GROUP_ROWS, SUB_BLOCK, UNPACKED
 from strata_nb.raw_memory import load_i64, store
 
 
 def work_bytes(kind: TensorType, width: int) -> int:
     """Return how much work space a thread needs: that of a group, for one that lacks rows."""
-    return 0 if kind in PLAIN else GROUP_ROWS * row_bytes(kind, width)
+    return 0 if kind in UNPACKED else GROUP_ROWS * row_bytes(kind, width)
 
 
 def embed_kernel(kind: TensorType, work: Work) -> HostKernel:
@@ -36,7 +36,7 @@ def embed_kernel(kind: TensorType, work: Work) -> HostKernel:
 
     ValueError for a type without a kernel.
     """
-    if kind in PLAIN:
+    if kind in UNPACKED:
         return HostKernel(_plain(kind))
     return HostKernel(_packed(kind), (work.address, work.stride))
 

@@ -6,10 +6,10 @@ rows that chose it. Threads share the outputs of every expert.
 
 from __future__ import annotations
 
-from strata_nb.compiling import compiled, inlined
+from strata_nb.compiling import compiled
 from strata_nb.formats import TensorType
-from strata_nb.kernels.host.activations import quantise_sub_blocks
-from strata_nb.kernels.host.exponential import sigmoid
+from strata_nb.kernels.host.activations import SUB_BLOCK_BYTES
+from strata_nb.kernels.host.gating import gate_sub_blocks, gate_values
 from strata_nb.kernels.host.matrices import (
     OUTPUTS_AT_ONCE,
     input_row_bytes,
@@ -25,17 +25,6 @@ from strata_nb.raw_memory import load_f32, load_i64
 _LANES = 16
 # Outputs that one thread quantises by itself: whole sub-blocks, and whole panels of the products.
 _QUANTISED_AT_ONCE = max(SUB_BLOCK, OUTPUTS_AT_ONCE)
-
-
-@inlined
-def _gate(inner: int, other: int, first: int, last: int) -> None:
-    """inner = silu(inner) * other, values first .. last - 1 of a row."""
-    for value in range(first, last, _LANES):
-        count = min(_LANES, last - value)
-        place = inner + 4 * value
-        gate = load_some(place, count)
-        up = load_some(other + 4 * value, count)
-        store_some(place, gate * sigmoid(gate) * up, count)
 
 
 @compiled(SIGNATURE)
@@ -98,12 +87,14 @@ def _expert_gate_up(arguments: int, thread: int, threads: int) -> None:
         )
         for row in range(count):
             place = target + 4 * row * outputs
-            _gate(place, beside + 4 * row * outputs, first, last)
+            up = beside + 4 * row * outputs
             if packed:
-                quantised = packed + (start + row) * (outputs + outputs // SUB_BLOCK * 16)
-                quantise_sub_blocks(
-                    place, quantised, outputs // SUB_BLOCK, first // SUB_BLOCK, last // SUB_BLOCK
-                )
+                sub_blocks = outputs // SUB_BLOCK
+                quantised = packed + (start + row) * sub_blocks * SUB_BLOCK_BYTES
+                begin, end = first // SUB_BLOCK, last // SUB_BLOCK
+                gate_sub_blocks(place, up, place, quantised, sub_blocks, begin, end)
+            else:
+                gate_values(place, up, place, first, last)
 
 
 @compiled(SIGNATURE)

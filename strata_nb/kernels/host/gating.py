@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from strata_nb.compiling import compiled, inlined
-from strata_nb.kernels.host.activations import quantise_sub_block
+from strata_nb.kernels.host.activations import SUB_BLOCK_BYTES, quantise_sub_block
 from strata_nb.kernels.host.exponential import sigmoid
-from strata_nb.kernels.host.lanes import load_first
 from strata_nb.kernels.host.operations import SIGNATURE, HostKernel, share, word
-from strata_nb.kernels.host.products import store_first
+from strata_nb.kernels.host.products import load_some, store_some
 from strata_nb.kernels.host.vectors import all_lanes, load_floats, no_floats
 from strata_nb.packing import SUB_BLOCK
 from strata_nb.raw_memory import load_f32, load_i64, store
@@ -30,7 +29,7 @@ def _gated(gate: Any, up: Any) -> Any:
 
 
 @inlined
-def _sub_blocks(
+def gate_sub_blocks(
     gate: int, up: int, out: int, packed_row: int, sub_blocks: int, first: int, last: int
 ) -> None:
     """Gate and quantise sub-blocks first .. last - 1 of one row; out may be 0."""
@@ -45,17 +44,12 @@ def _sub_blocks(
 
 
 @inlined
-def _values(gate: int, up: int, out: int, first: int, last: int) -> None:
+def gate_values(gate: int, up: int, out: int, first: int, last: int) -> None:
     """Gate values first .. last - 1."""
     for start in range(first, last, _LANES):
         place, count = 4 * start, last - start
-        if count >= _LANES:
-            result = _gated(load_floats(gate + place), load_floats(up + place))
-            store(out + place, result)
-        else:
-            none = no_floats()
-            some = load_first(none, gate + place, count)
-            store_first(out + place, _gated(some, load_first(none, up + place, count)), count)
+        result = _gated(load_some(gate + place, count), load_some(up + place, count))
+        store_some(out + place, result, count)
 
 
 @cache
@@ -69,7 +63,7 @@ def silu_mul_kernel() -> HostKernel:
         out, packed = word(arguments, 3), word(arguments, 4)
         if not packed:
             first, last = share(rows * values, _LANES, thread, threads)
-            _values(gate, up, out, first, last)
+            gate_values(gate, up, out, first, last)
             return
         sub_blocks = values // SUB_BLOCK
         first, last = share(rows * sub_blocks, 1, thread, threads)
@@ -77,11 +71,11 @@ def silu_mul_kernel() -> HostKernel:
             row = first // sub_blocks
             start, end = row * sub_blocks, min(last, (row + 1) * sub_blocks)
             before = 4 * values * row
-            _sub_blocks(
+            gate_sub_blocks(
                 gate + before,
                 up + before,
                 out + before if out else 0,
-                packed + (SUB_BLOCK + 16) * start,
+                packed + SUB_BLOCK_BYTES * start,
                 sub_blocks,
                 first - start,
                 end - start,
@@ -96,11 +90,8 @@ def _add_values(factor: Any, x: int, y: int, first: int, last: int) -> None:
     """Add factor times x to y, values first .. last - 1 of a row."""
     for start in range(first, last, _LANES):
         place, count = 4 * start, last - start
-        if count >= _LANES:
-            store(y + place, load_floats(y + place) + factor * load_floats(x + place))
-        else:
-            added = factor * load_first(factor, x + place, count)
-            store_first(y + place, load_first(factor, y + place, count) + added, count)
+        added = factor * load_some(x + place, count)
+        store_some(y + place, load_some(y + place, count) + added, count)
 
 
 @cache

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from strata_nb.compiling import address_of, inlined
 from strata_nb.formats import TensorType
 from strata_nb.kernels.host import activations, plain, prompt, window
-from strata_nb.packing import SUB_BLOCK
+from strata_nb.packing import SUB_BLOCK, UNPACKED
 from strata_nb.raw_memory import call_address
 
-MANY_ROWS = 8  # as many rows pay for unpacking the weights into a work space
+MANY_ROWS = 8  # as many rows pay for unpacking the weights into a work space, a window's too
 OUTPUTS_AT_ONCE = prompt.PANEL_ROWS  # a thread's outputs begin at a multiple of it
 
 
@@ -35,7 +35,7 @@ class MatrixFunctions(NamedTuple):
 @cache
 def matrix_functions(kind: TensorType) -> MatrixFunctions:
     """Return the functions of a type; ValueError for one without a kernel."""
-    if kind in plain.PLAIN:
+    if not takes_packed(kind):
         address = address_of(plain.plain_kernel(kind))
         return MatrixFunctions(address, address, 1)
     few, many = window.window_kernel(kind), prompt.prompt_kernel(kind)
@@ -44,7 +44,7 @@ def matrix_functions(kind: TensorType) -> MatrixFunctions:
 
 def takes_packed(kind: TensorType) -> bool:
     """Return whether products with a type take quantised rows, and not float32 ones."""
-    return kind not in plain.PLAIN
+    return kind not in UNPACKED
 
 
 def input_row_bytes(kind: TensorType, values: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from strata_nb.compiling import compiled, inlined
-from strata_nb.kernels.host.activations import quantise_sub_block
+from strata_nb.kernels.host.activations import SUB_BLOCK_BYTES, quantise_sub_block
 from strata_nb.kernels.host.lanes import added_up
 from strata_nb.kernels.host.operations import SIGNATURE, HostKernel, real, share, word
 from strata_nb.kernels.host.vectors import fused, load_floats, no_floats, root
@@ -88,7 +88,7 @@ def rms_norm_kernel() -> HostKernel:
                 weight,
                 divisor,
                 out + 4 * width * number if out else 0,
-                packed + (SUB_BLOCK + 16) * sub_blocks * row if packed else 0,
+                packed + SUB_BLOCK_BYTES * sub_blocks * row if packed else 0,
                 sub_blocks,
                 part * width // SUB_BLOCK,
                 width,

@@ -33,7 +33,6 @@ from strata_nb.kernels.host.vectors import (
 )
 from strata_nb.raw_memory import load_f32, prefetch, store
 
-PLAIN = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
 ROWS_AT_ONCE = 4
 _AHEAD = 4096  # bytes between what is read and what is asked for
 
@@ -97,7 +96,7 @@ def {name}(weights, x, stride, y, outputs, values, adds):
 
 @cache
 def plain_kernel(kind: TensorType) -> Callable[..., None]:
-    """Return the kernel of a type in `PLAIN`.
+    """Return the kernel of a type in `UNPACKED`.
 
     (weights, x, y, rows, values, outputs, first, last, adds, work)
 

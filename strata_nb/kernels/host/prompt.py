@@ -20,6 +20,7 @@ from typing import Any
 
 from strata_nb.compiling import compiled, helper, inlined
 from strata_nb.formats import TensorType, block_layout, row_bytes
+from strata_nb.kernels.host.activations import SUB_BLOCK_BYTES
 from strata_nb.kernels.host.generated import define, fill_in
 from strata_nb.kernels.host.instructions import dot_narrow, dot_wide
 from strata_nb.kernels.host.lanes import load_first
@@ -254,7 +255,7 @@ def prompt_kernel(kind: TensorType) -> Callable[..., None]:
         adds: int,
         work: int,
     ) -> None:
-        stride = 48 * sub_blocks
+        stride = SUB_BLOCK_BYTES * sub_blocks
         row_size = sub_blocks // block_sub_blocks * block_bytes
         panel = work + GROUP_ROWS * row_size
         for start in range(first, last, PANEL_ROWS):

@@ -33,8 +33,7 @@ from strata_nb.raw_memory import call_address, load_i64
 # Words of the state, each at the beginning of a cache line of its own.
 _LINE = 8  # words
 _GENERATION, _ARRIVED, _PHASE, _LAUNCHES, _FIRST, _LAST, _WORKERS = range(0, 7 * _LINE, _LINE)
-_WORKER_LINES = 2  # of each worker: whether it sleeps; its semaphore
-_SEMAPHORE_BYTES = 64  # sem_t has 32 on Linux
+_WORKER_LINES = 2  # of each worker: whether it sleeps; its semaphore (32 bytes on Linux)
 
 _SPINS = 2_000  # pauses, about 0.1 ms, before a thread that waits gives its processor away
 _YIELDS = 4_000  # times that it does so before a worker sleeps: some milliseconds
@@ -131,7 +130,7 @@ def _pause(_: Any) -> Any:
     """Let the other thread of this core work for a moment, where the machine has a word for it."""
 
     def emit(context: Any, builder: Any, _typed: Any, _values: Any) -> Any:
-        if ir_is_x86():
+        if _for_x86():
             kind = ir.FunctionType(ir.VoidType(), [])
             builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=kind), [])
         return context.get_dummy_value()
@@ -139,7 +138,7 @@ def _pause(_: Any) -> Any:
     return types.void(), emit
 
 
-def ir_is_x86() -> bool:
+def _for_x86() -> bool:
     """Return whether compiled code is for an x86 processor."""
     return os.uname().machine in ("x86_64", "i686")
 
@@ -279,27 +278,29 @@ class Threads:
         self.threads = threads
         self._process = os.getpid()
         self._lock = threading.Lock()
-        size = _WORKERS + (threads - 1) * _WORKER_LINES * _LINE + _SEMAPHORE_BYTES
-        self._memory = np.zeros(size + _LINE, np.int64)
+        words = _WORKERS + (threads - 1) * _WORKER_LINES * _LINE
+        self._memory = np.zeros(words + _LINE, np.int64)
         skipped = -self._memory.ctypes.data % 64
         self._state = self._memory[skipped // 8 :]
         self._address = int(self._state.ctypes.data)
         _make_semaphores(self._address, threads)
         self._workers = [
             threading.Thread(
-                target=_work,
-                args=(self._address, number, threads),
+                target=_serve,
+                args=(self._memory, self._address, number, threads),
                 name=f"strata-compute-{number}",
                 daemon=True,
             )
             for number in range(1, threads)
         ]
-        self._finalizer = weakref.finalize(self, _end, self._memory, self._workers, self._process)
+        self._finalizer = weakref.finalize(
+            self, _end, self._memory, self._workers, self._process, self._lock
+        )
         try:
             for worker in self._workers:
                 worker.start()
         except BaseException as error:
-            self._finalizer()  # those that were started read memory that would go with this object
+            self._finalizer()  # nobody else would end those that were started
             if not isinstance(error, RuntimeError):
                 raise
             raise StrataError(
@@ -324,19 +325,31 @@ class Threads:
 
     def close(self) -> None:
         """End the threads; may be called twice."""
-        if os.getpid() != self._process:
-            return  # the workers are not here, and the lock may be held by a thread that is not
-        with self._lock:
-            self._finalizer()
+        self._finalizer()
 
 
-def _end(memory: np.ndarray[Any, Any], workers: Sequence[threading.Thread], process: int) -> None:
-    """End the workers; in a fork they are gone already."""
+def _serve(memory: np.ndarray[Any, Any], address: int, thread: int, threads: int) -> None:
+    """Be a worker that keeps what it reads alive, whatever becomes of the rest."""
+    _work(address, thread, threads)
+    del memory
+
+
+def _end(
+    memory: np.ndarray[Any, Any],
+    workers: Sequence[threading.Thread],
+    process: int,
+    lock: threading.Lock,
+) -> None:
+    """End the workers when no run is going on; in a fork they are gone already.
+
+    Also called when the interpreter ends, where another thread may be in a run.
+    """
     if os.getpid() != process or not workers:
         return
     state = memory[-memory.ctypes.data % 64 // 8 :]
-    state[_LAST] = _STOP
-    _stop(int(state.ctypes.data), len(workers) + 1)
+    with lock:
+        state[_LAST] = _STOP
+        _stop(int(state.ctypes.data), len(workers) + 1)
     for worker in workers:
         if worker.ident is not None:  # it was started
             worker.join()

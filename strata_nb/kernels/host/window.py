@@ -12,6 +12,7 @@ from typing import Any
 
 from strata_nb.compiling import compiled, helper
 from strata_nb.formats import TensorType, block_layout
+from strata_nb.kernels.host.activations import SUB_BLOCK_BYTES
 from strata_nb.kernels.host.generated import define, fill_in
 from strata_nb.kernels.host.products import accumulator, finish
 from strata_nb.kernels.host.steps import SIGNATURE, host_weights, steps_of, widener
@@ -67,7 +68,7 @@ def window_kernel(kind: TensorType) -> Callable[..., None]:
         adds: int,
         work: int,
     ) -> None:
-        stride = 48 * sub_blocks
+        stride = SUB_BLOCK_BYTES * sub_blocks
         for start in range(first, last, GROUP_ROWS):
             group = weights + start * (sub_blocks // block_sub_blocks * block_bytes)
             members = min(GROUP_ROWS, outputs - start)

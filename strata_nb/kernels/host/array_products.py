@@ -1,4 +1,4 @@
-"""Call the host's kernels with arrays: shapes are checked, addresses taken.
+"""Multiply arrays by packed weights: shapes are checked, addresses taken.
 
 The executor of programs calls the kernels by address, from its own threads. This is the door for
 everything else: tests, benchmarks, a look at one product.
@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from strata_nb.formats import TensorType, tensor_bytes
 from strata_nb.kernels.host import activations, plain, prompt, window
+from strata_nb.kernels.host.matrices import MANY_ROWS, takes_packed
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
-
-PROMPT_ROWS = 8  # as many rows pay for unpacking the weights into a work space
 
 
 class Activations(NamedTuple):
@@ -72,7 +71,7 @@ def multiply(
     last = outputs if last is None else last
     values = x.values if isinstance(x, Activations) else x.shape[1]
     data = x.data if isinstance(x, Activations) else x
-    needs_quantised = kind not in plain.PLAIN
+    needs_quantised = takes_packed(kind)
     if needs_quantised != isinstance(x, Activations) or len(data) != rows:
         raise ValueError(f"{len(data)} rows of {data.dtype} do not fit {kind.name} and {rows} rows")
     for name, array in (("weights", weights), ("x", data), ("y", y)):
@@ -94,7 +93,7 @@ def multiply(
     if first % GROUP_ROWS or (last % GROUP_ROWS and last != outputs):
         raise ValueError(f"outputs {first} to {last} are not whole groups of {GROUP_ROWS}")
     if as_prompt is None:
-        as_prompt = rows >= PROMPT_ROWS
+        as_prompt = rows >= MANY_ROWS
     kernel = prompt.prompt_kernel(kind) if as_prompt else window.window_kernel(kind)
     work = np.empty(prompt.work_bytes(kind, values), np.uint8)
     kernel(*places, rows, values // SUB_BLOCK, outputs, first, last, adds, work.ctypes.data)
