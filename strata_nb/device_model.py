@@ -40,7 +40,7 @@ from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
 from strata_nb.loading_pieces import LoadProgress
 from strata_nb.models.description import Description
-from strata_nb.models.emitting import Buffers, ExpertPlaces, KVPlaces, Places, Programs
+from strata_nb.models.places import Buffers, ExpertPlaces, KVPlaces, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options, expert_cache_size
 from strata_nb.steps import WINDOW_ROWS, DeviceReport, ModelReport, Row, closed_error

@@ -1,7 +1,7 @@
 """Sessions: conversations with a model, and the tokens that it writes.
 
-Session       a conversation: the tokens so far and their K/V
-Generation    the tokens that a session writes, one after the other
+A `Session` holds a conversation, the tokens so far and their K/V; a `Generation` writes the tokens
+that follow, one after the other.
 """
 
 from __future__ import annotations

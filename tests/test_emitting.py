@@ -23,7 +23,7 @@ from strata_nb.kernels.host.activations import row_bytes
 from strata_nb.kernels.host.threads import PreparedProgram
 from strata_nb.kernels.program import Launch, Program
 from strata_nb.kernels.table import KERNELS
-from strata_nb.models.emitting import Buffers, Places, Programs
+from strata_nb.models.places import Buffers, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options
 

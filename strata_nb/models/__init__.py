@@ -14,7 +14,8 @@ from strata_nb.errors import FileFormatError
 from strata_nb.gguf import GGUFFile
 from strata_nb.models import llama, olmoe, qwen2moe, qwen3, qwen3moe
 from strata_nb.models.description import Description
-from strata_nb.models.emitting import Buffers, Emitter, Places, Programs
+from strata_nb.models.emitting import Emitter
+from strata_nb.models.places import Buffers, Places, Programs
 from strata_nb.models.reference import Forward, ReferenceModel
 from strata_nb.models.state import ReferenceState
 from strata_nb.models.tensors import Expected, check_tensors

@@ -1,8 +1,6 @@
 """Write a model's programs: what is launched for a step, over buffers at fixed addresses.
 
-    Buffers     hands out the addresses of everything a step writes
-    Places      where weights, K/V, experts and the step's own record are
-    Emitter     the parts that architectures are made of, as launches
+The `Emitter` has the parts that architectures are made of, and turns them into launches.
 
 An architecture's `emit` says which parts follow each other, and nothing about devices. It is a pure
 function of the model and the places, so that a first pass with an empty `Places` tells how many
@@ -12,131 +10,18 @@ bytes of buffers there will be.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from strata_nb.errors import ConfigError
 from strata_nb.formats import TensorType
-from strata_nb.kernels.program import Launch, Program, launch
+from strata_nb.kernels.program import Launch, launch
 from strata_nb.models.description import Description
+from strata_nb.models.places import Buffers, ExpertPart, Places, Programs, StepRecord
 from strata_nb.models.tensors import EXPERT_PARTS
 from strata_nb.packing import PACKED, UNPACKED
 
-ALIGNMENT = 256  # bytes; of every buffer
-
 _FLOAT = 4  # bytes of a float32
 _WORD = 8  # bytes of an int64
-
-
-class PlacedTensor(Protocol):
-    """Say where a tensor is: packed as `packing.py` says, vectors as float32."""
-
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def kind(self) -> TensorType: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class ExpertPart(Protocol):
-    """Say where a matrix begins in the blob of each expert of a layer, and what it is."""
-
-    @property
-    def offset(self) -> int: ...
-
-    @property
-    def kind(self) -> TensorType: ...
-
-
-class ExpertPlaces(NamedTuple):
-    """Say where a layer's experts are: addresses of the rows of tables, and the parts of a blob.
-
-    addresses, tier, use   of int64, uint8 and int64 (experts,)
-    tally                  of int64 (2,): hits and misses, of all layers
-    parts                  by the names of `EXPERT_PARTS`
-    """
-
-    addresses: int
-    tier: int
-    use: int
-    tally: int
-    parts: Mapping[str, ExpertPart]
-
-
-class KVPlaces(NamedTuple):
-    """Say where the K/V is: the block table, and in a block each layer's keys and values."""
-
-    table: int
-    table_width: int
-    key_type: str
-    value_type: str
-    key_offsets: Sequence[int]
-    value_offsets: Sequence[int]
-
-
-class Places(NamedTuple):
-    """Say where everything is that a program reads and does not write.
-
-    tensors            by name; those that are not there are not in the model
-    experts            of each layer; none in a dense model
-    rope_table         float32 (context, 2, planes)
-    """
-
-    tensors: Mapping[str, PlacedTensor]
-    experts: Sequence[ExpertPlaces]
-    kv: KVPlaces
-    rope_table: int
-
-
-class Buffers:
-    """Hand out addresses one behind the other; `size_bytes` is what they take together."""
-
-    def __init__(self, base: int = 0) -> None:
-        self._base = base
-        self.size_bytes = 0
-
-    def take(self, size: int) -> int:
-        """Return the address of `size` bytes, a multiple of `ALIGNMENT`."""
-        address = self._base + self.size_bytes
-        self.size_bytes += -(-size // ALIGNMENT) * ALIGNMENT
-        return address
-
-
-class StepRecord(NamedTuple):
-    """Say where a step's own numbers are, all int64; the caller writes them before each run.
-
-    rows, wanted   how many rows, and of how many of them logits are wanted
-    tokens, sequences, positions   of the rows
-    wanted_rows    which rows those are
-    """
-
-    rows: int
-    wanted: int
-    tokens: int
-    sequences: int
-    positions: int
-    wanted_rows: int
-
-
-class Programs(NamedTuple):
-    """Hold what a step runs: `body` once, then `head` for up to `head_rows` wanted rows at a time.
-
-    layer_ends   launches of the body up to the end of each layer: where it may be cut
-    chosen       for each layer the address of int64 (rows, top_k): the experts that the rows of the
-                 last step used
-    logits       address of float32 (head rows, vocabulary)
-    """
-
-    body: Program
-    head: Program
-    layer_ends: tuple[int, ...]
-    record: StepRecord
-    chosen: Sequence[int]
-    logits: int
-    max_rows: int
-    head_rows: int
 
 
 class Activation(NamedTuple):
