@@ -16,9 +16,12 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import signal
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,7 +55,8 @@ def compiled(signature: str) -> Callable[[Function], Function]:
         dispatcher: Any = numba.njit(**_OPTIONS)(function)
         try:
             dispatcher._cache = _FolderCache(function)
-            dispatcher.compile(signature)
+            with _interrupts_later():
+                dispatcher.compile(signature)
         except OSError as error:
             raise _not_kept(error) from error
         dispatcher.disable_compile()
@@ -67,8 +71,37 @@ def address_of(function: Function) -> int:
     dispatcher: Any = function
     (made,) = dispatcher.overloads.values()
     name = made.fndesc.llvm_cfunc_wrapper_name
-    address: int = made.library.get_pointer_to_function(name)
+    with _interrupts_later():
+        address: int = made.library.get_pointer_to_function(name)
     return address
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Raise a KeyboardInterrupt at the end of the block instead of in it.
+
+    LLVM calls back into Python, and ctypes would print and forget what is raised there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled in the main thread alone
+        return
+    interrupted = False
+
+    def note(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is None:  # set by other than Python, and not to be given back
+        yield
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if interrupted and callable(handler):
+            handler(signal.SIGINT, None)
 
 
 def inlined(function: Function) -> Function:
@@ -170,14 +203,28 @@ class _Implementation(CompileResultCacheImpl):  # type: ignore[misc]
     _locator_classes = [_Locator]  # noqa: RUF012 - Numba's interface
 
 
+# What reading machine code raises where the file was cut, overwritten or is not what it seems.
+_DAMAGED = (
+    AttributeError,
+    EOFError,
+    ImportError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
+
+
 class _FolderCache(FunctionCache):  # type: ignore[misc]
     _impl_class = _Implementation
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         try:
             return super().load_overload(signature, target)
-        except (EOFError, pickle.UnpicklingError):
-            # A file was cut short, as by a loss of power: forget it and compile again.
+        except _DAMAGED:
+            # As after a loss of power: forget the file and compile again.
             self.flush()
             return None
 

@@ -85,6 +85,7 @@ class DeviceModel:
         self.warnings: list[str] = []
         self._backend = backend
         self._forgotten: deque[int] = deque()
+        self._process = os.getpid()
         self._turn = threading.RLock()  # of the thread that runs a step, or changes sequences
         self._trace: RoutingTrace | None = None
         self._prior: Profile | None = None
@@ -234,7 +235,13 @@ class DeviceModel:
             if value is not None and not model.experts:
                 raise ConfigError(f"{flag} {value}: this model has no experts", hint="leave it out")
         if options.expert_profile is not None:
-            self._prior = load_profile(options.expert_profile, model.layers, model.experts)
+            try:
+                self._prior = load_profile(options.expert_profile, model.layers, model.experts)
+            except OSError as error:
+                raise ConfigError(
+                    f"--expert-profile {options.expert_profile}: {error.strerror}",
+                    hint="check the name and the permissions",
+                ) from error
         if options.routing_trace is not None:
             self._trace = RoutingTrace(model.layers, model.experts, model.top_k)
 
@@ -359,6 +366,7 @@ class DeviceModel:
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""
+        self._opened()
         save_profile(path, rank_by_use(self.arena.use, self._prior))
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
@@ -370,6 +378,8 @@ class DeviceModel:
         self._trace.save(path)
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork owns none of it
         with self._turn:
             resources, self._resources = self._resources, None
             if resources is not None:

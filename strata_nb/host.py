@@ -137,11 +137,15 @@ class _Plan:
     lost: bool
 
 
+_MEMORY_HINT = "a smaller --ctx-size or model, or a higher limit (ulimit -v, the container's)"
+
+
 def _operation(
     method: Callable[Concatenate[HostDriver, P], R],
 ) -> Callable[Concatenate[HostDriver, P], R]:
     """Make a method an operation: it may be refused or fail on request before it does anything."""
     name = method.__name__
+    names = method.__code__.co_varnames[1 : method.__code__.co_argcount]
 
     @functools.wraps(method)
     def call(driver: HostDriver, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -152,7 +156,17 @@ def _operation(
         except pages.PagesError as error:
             out_of_memory = error.errno in (errno.ENOMEM, errno.ENOSPC)
             kind = OutOfDeviceMemory if out_of_memory else DriverError
-            raise kind(name, error.errno or 0, error.strerror or "system call failed") from error
+            raise kind(
+                name,
+                error.errno or 0,
+                error.strerror or "system call failed",
+                numbers={
+                    key: value
+                    for key, value in zip(names, args, strict=False)
+                    if isinstance(value, int)
+                },
+                hint=_MEMORY_HINT if out_of_memory else "",
+            ) from error
 
     return call
 

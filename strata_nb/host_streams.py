@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from strata_nb.errors import RuleViolation
+from strata_nb.errors import DriverError, RuleViolation
 
 LEAST_PRIORITY = 10  # a "nice" value; 0, the process's own, is the most urgent one allowed
 Positions = dict[int, int]  # stream -> pieces of work
@@ -34,7 +34,16 @@ class _Stream:
         self._error: BaseException | None = None
         name = f"strata-host-{device}"
         self.thread = threading.Thread(target=self._run, args=(priority,), name=name, daemon=True)
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            raise DriverError(
+                "stream_create",
+                0,
+                f"no thread can be started: {error}",
+                device=device,
+                hint="end other programs, or raise the limit of threads (ulimit -u, -v)",
+            ) from error
 
     def submit(self, work: Callable[[], object] | None) -> None:
         """Append work; None ends the thread."""

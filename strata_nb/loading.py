@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 from types import TracebackType
@@ -36,7 +36,7 @@ from strata_nb import cpu
 from strata_nb import host_pages as pages
 from strata_nb.cache.experts import HostArena
 from strata_nb.cache.slots import BLOB_ALIGNMENT
-from strata_nb.errors import ConfigError, OutOfDeviceMemory
+from strata_nb.errors import ConfigError, DriverError, OutOfDeviceMemory, RuleViolation
 from strata_nb.execution import ExecutionDriver
 from strata_nb.formats import TensorType, row_bytes
 from strata_nb.gguf import GGUFFile, TensorInfo
@@ -197,7 +197,11 @@ def check_memory(
                     f"{needed - limit:18,}  missing",
                 ]
             ),
-            hint="a smaller quantisation of the model, or more memory",
+            hint=(
+                "give a smaller --ctx-size"
+                if max(needs, key=lambda name: needs[name]).startswith("K/V")
+                else "a smaller quantisation of the model, or more memory"
+            ),
         )
     if needed > available:
         return [
@@ -226,7 +230,9 @@ class _Loaded:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             warnings.warn("loaded weights were never closed", ResourceWarning, stacklevel=1)
-            self.close()
+            # A driver that was closed before, or belongs to another process, has nothing of it.
+            with suppress(DriverError, RuleViolation):
+                self.close()
 
     def close(self) -> None:
         """Free the memory; no work that reads it may be running or be started."""

@@ -184,6 +184,7 @@ class Session:
         called with (tokens read, tokens to read).
         """
         self._check_open()
+        self._check_decided()
         self._description.check_ids(ids)
         total = self.position + len(ids)
         if total > self.ctx_size:
@@ -193,7 +194,6 @@ class Session:
                 f"{self.ctx_size} cells",
                 hint=f"give --ctx-size {total} or more, or a shorter prompt",
             )
-        self._drafted = 0
         self._ids.extend(ids)
         self._read(progress)
 
@@ -205,6 +205,7 @@ class Session:
                 hint="extend it with at least one token, such as the model's BOS",
             )
         self._check_open()
+        self._check_decided()
         if self._logits is None:  # after a rewind or an interrupt: the last token is read again
             self._rewind_model(self.position - 1)
         self._read(None)
@@ -215,8 +216,13 @@ class Session:
     def append(self, token: int) -> None:
         """Add one token without reading it: that happens when the next logits are asked for."""
         self._check_open()
+        self._check_decided()
         self._description.check_ids([token])
-        self._drafted = 0
+        if self.position > self.ctx_size:
+            raise ConfigError(
+                f"the context of {self.ctx_size} cells is full, and another token is not read yet",
+                hint="a larger --ctx-size, where the model allows it",
+            )
         self._ids.append(token)
 
     def draft(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -226,11 +232,7 @@ class Session:
         then nothing else may be done with the session. At most as many as a step has rows.
         """
         self._check_open()
-        if self._drafted:
-            raise ConfigError(
-                f"{self._drafted} drafted tokens are not decided yet",
-                hint="commit some of them, or 0",
-            )
+        self._check_decided()
         self._description.check_ids(ids)
         most = min(self._model.max_rows, self.ctx_size - self.position)
         if not 1 <= len(ids) <= most:
@@ -340,3 +342,11 @@ class Session:
         if not self._finalizer.alive:
             raise StrataError("the session is closed", hint="open a new one: engine.open_session()")
         self._model.length(self._sequence)
+
+    def _check_decided(self) -> None:
+        """Raise ConfigError while a draft is open."""
+        if self._drafted:
+            raise ConfigError(
+                f"{self._drafted} drafted tokens are not decided yet",
+                hint="commit some of them, or 0",
+            )

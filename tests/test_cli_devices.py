@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from console import Console, start
+from console import Console, interruptible, start
 from make_model import make_model
 from model_shapes import LOGITS_SHAPES
 
@@ -146,6 +146,83 @@ def test_a_folder_for_compiled_code_that_cannot_be_made_is_refused(model: str) -
     assert process.returncode == 2
     assert b"machine code cannot be kept on disk" in err
     assert b"hint: " in err
+
+
+def test_a_profile_that_cannot_be_read_is_refused(run: Console, model: str, tmp_path: Path) -> None:
+    status, _, err = run("generate", "-m", model, "hi", "--expert-profile", str(tmp_path / "none"))
+    assert status == 2
+    assert "--expert-profile" in err
+    assert "No such file" in err
+
+
+def script(text: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore::ResourceWarning", "-c", text],
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        preexec_fn=interruptible,
+    )
+
+
+def test_ctrl_c_while_kernels_are_compiled_is_not_lost(model: str, tmp_path: Path) -> None:
+    done = script(
+        "import os, signal, sys\n"
+        "from numba.core.codegen import JITCodeLibrary\n"
+        "hook, calls = JITCodeLibrary._object_compiled_hook, []\n"
+        "def interrupted(module, buffer):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 3:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return hook(module, buffer)\n"
+        "JITCodeLibrary._object_compiled_hook = interrupted\n"
+        f"sys.argv = ['strata_nb', 'generate', '-m', {model!r}, 'hello', '-n', '3']\n"
+        "from strata_nb.__main__ import main\n"
+        "main()\n",
+        STRATA_NB_CACHE_DIR=str(tmp_path),
+    )
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert "generated" not in done.stderr
+
+
+@pytest.mark.parametrize("device", ["host", "host:1x64MiB"])
+@pytest.mark.parametrize("end", ["", "import os\nif os.fork():\n    os.wait()\n"])
+def test_a_program_that_closes_nothing_ends_in_silence(model: str, device: str, end: str) -> None:
+    done = script(
+        "from strata_nb import Engine, Options\n"
+        f"engine = Engine.open(Options({model!r}, {device!r}, ctx_size=64))\n"
+        "def use():\n"
+        "    return engine.logits([1, 2])\n"
+        f"print(use().shape)\n{end}"
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_an_engine_that_is_closed_while_another_thread_computes_ends_that_threads_work(
+    model: str,
+) -> None:
+    done = script(
+        "import threading, time\n"
+        "from strata_nb import Engine, Options\n"
+        "from strata_nb.errors import StrataError\n"
+        f"engine = Engine.open(Options({model!r}, ctx_size=64))\n"
+        "def loop():\n"
+        "    try:\n"
+        "        while True:\n"
+        "            engine.logits(list(range(1, 60)))\n"
+        "    except StrataError as error:\n"
+        "        print(error)\n"
+        "thread = threading.Thread(target=loop)\n"
+        "thread.start()\n"
+        "time.sleep(0.3)\n"
+        "engine.close()\n"
+        "thread.join()\n"
+    )
+    assert (done.returncode, done.stdout) == (0, "the engine is closed\n")
 
 
 def test_a_second_start_compiles_nothing(model: str) -> None:

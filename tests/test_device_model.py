@@ -17,8 +17,7 @@ import pytest
 from criteria import KL_ALWAYS_ENOUGH, KL_FACTOR
 from device_world import SHAPE, make_tiny, opened, random_tokens, read, read_in, same_bits
 from make_model import make_model
-from model_shapes import LOGITS_SHAPES
-from oracle_llama_cpp import kl_divergence
+from model_shapes import LOGITS_SHAPES, ModelShape
 from oracle_models import RANDOM_MODELS, RANDOM_TOKENS, float32_logits, random_ids
 
 from strata_nb import Engine, Options, models
@@ -27,6 +26,7 @@ from strata_nb.errors import ConfigError
 from strata_nb.formats import DEQUANTISABLE, TensorType
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats
+from strata_nb.perplexity import kl_divergence
 from strata_nb.steps import Row
 
 STORED = Path(__file__).parent.parent / "bench" / "results"
@@ -360,3 +360,25 @@ def test_sessions_beyond_the_table_are_refused_until_one_is_closed(engine: Engin
     assert got.value.hint
     sessions.pop().close()
     engine.open_session().extend([1])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2moe"])
+def test_matrices_of_one_row_or_one_column_are_matrices(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "narrow.gguf"
+    experts = {"experts": 4, "top_k": 2, "shared_ff": 1} if family == "qwen2moe" else {}
+    shape = ModelShape(
+        family,
+        **{"experts": 0, "top_k": 0, **experts},
+        dim=32,
+        ff=1,
+        heads=1,
+        kv_heads=1,
+        head_dim=32,
+        vocab=258,
+    )
+    make_model(path, shape, rules=[("*", TensorType.F16)])
+    logits = {}
+    for device in ("reference", "host"):
+        with Engine.open(Options(path, device, ctx_size=64)) as engine:
+            logits[device] = engine.logits(list(range(1, 20)))
+    np.testing.assert_allclose(logits["host"], logits["reference"], atol=0.02)

@@ -424,8 +424,14 @@ def test_a_draft_is_decided_before_the_next_and_a_rewind_forgets_it(engine: Engi
     session = engine.open_session()
     session.extend([1, 2, 3, 4, 5, 6])
     session.draft([7, 8, 9])
-    with pytest.raises(ConfigError, match="3 drafted tokens are not decided"):
-        session.draft([7])
+    for use in (
+        lambda: session.draft([7]),
+        lambda: session.extend([7]),
+        lambda: session.append(7),
+        lambda: session.next_logits(),
+    ):
+        with pytest.raises(ConfigError, match="3 drafted tokens are not decided"):
+            use()
     session.rewind(6)
     with pytest.raises(ConfigError, match="cannot keep 1 of 0 drafted"):
         session.commit(1)
@@ -481,3 +487,12 @@ def test_the_judge_counts_no_experts_and_says_so(model: Path, tmp_path: Path) ->
     ):
         engine.save_routing_trace(tmp_path / "trace")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_token_can_be_added_behind_a_context_that_is_full(engine: Engine) -> None:
+    session = engine.open_session()
+    session.extend([1] * 64)
+    session.append(1)  # as a generation does with its last token, which is never read
+    with pytest.raises(ConfigError, match="64 cells is full"):
+        session.append(1)
+    assert session.position == 65

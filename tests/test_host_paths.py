@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path as FilePath
@@ -213,6 +214,23 @@ def test_a_file_of_the_cache_that_was_cut_short_is_made_again(
             file.write_bytes(whole[:size])
             assert double(tmp_path, monkeypatch) == 42
             assert len(file.read_bytes()) == len(whole)
+
+
+@pytest.mark.parametrize("content", ["flipped", "foreign"])
+def test_a_file_of_the_cache_that_was_damaged_is_made_again(
+    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    assert double(tmp_path, monkeypatch) == 42
+    (code,) = tmp_path.glob("*.nbc")
+    whole = code.read_bytes()
+    middle = len(whole) // 2
+    flipped = bytes(byte ^ 0xFF for byte in whole[middle : middle + 200])
+    foreign = pickle.dumps((1, 2, 3))
+    code.write_bytes(
+        foreign if content == "foreign" else whole[:middle] + flipped + whole[middle + 200 :]
+    )
+    assert double(tmp_path, monkeypatch) == 42
+    assert double(tmp_path, monkeypatch) == 42
 
 
 def test_a_cache_that_cannot_be_written_is_refused_with_a_remedy(

@@ -162,32 +162,36 @@ def contents(loaded: DenseWeights | HostExperts) -> bytes:
     return b"".join(memory_view(int(address), size).tobytes() for address, size in places)
 
 
-def is_mapped(address: int) -> bool:
-    """Return whether anything is at an address of this process."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(word, 16) for word in line.split()[0].split("-"))
-        if first <= address < last:
-            return True
-    return False
+class Mapped:
+    """What the loads of a test map, in pages, and whether they ever did."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.ever = False
 
 
-def assert_nothing_is_left(world: World, mapped: list[int]) -> None:
+def assert_nothing_is_left(world: World, mapped: Mapped) -> None:
     assert world.driver.live() == {}
-    assert not [address for address in mapped if is_mapped(address)]
+    assert mapped.sizes == {}
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loading")]
 
 
 @pytest.fixture
-def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Addresses of what the loads of this test map."""
-    found: list[int] = []
-    allocate = host_pages.allocate
+def mapped(monkeypatch: pytest.MonkeyPatch) -> Mapped:
+    found = Mapped()
+    allocate, give_back = host_pages.allocate, host_pages.give_back
 
     def note(size: int) -> int:
-        found.append(allocate(size))
-        return found[-1]
+        address = allocate(size)
+        found.sizes[address], found.ever = size, True
+        return address
+
+    def forget(address: int, size: int) -> None:
+        give_back(address, size)
+        assert found.sizes.pop(address) == size
 
     monkeypatch.setattr(host_pages, "allocate", note)
+    monkeypatch.setattr(host_pages, "give_back", forget)
     return found
 
 
@@ -419,7 +423,7 @@ def test_the_cache_is_let_go_behind_the_readers_only_where_it_is_wanted(
 @BOTH
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_load_that_is_interrupted_leaves_nothing(
-    world: World, what: str, error: type[BaseException], mapped: list[int]
+    world: World, what: str, error: type[BaseException], mapped: Mapped
 ) -> None:
     def interrupt(done: int, _: int) -> None:
         if done > 3 * PIECE_BYTES:
@@ -427,13 +431,13 @@ def test_a_load_that_is_interrupted_leaves_nothing(
 
     with pytest.raises(error):
         world.load(what, report=interrupt)
-    assert mapped
+    assert mapped.ever
     assert_nothing_is_left(world, mapped)
 
 
 @BOTH
 def test_ctrl_c_ends_a_load_within_a_piece_of_each_worker(
-    world: World, what: str, mapped: list[int], monkeypatch: pytest.MonkeyPatch
+    world: World, what: str, mapped: Mapped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = itertools.count()
     read_into = GGUFFile.read_into
@@ -452,7 +456,7 @@ def test_ctrl_c_ends_a_load_within_a_piece_of_each_worker(
 
 
 def test_an_interrupt_while_the_workers_end_waits_for_them(
-    world: World, mapped: list[int], monkeypatch: pytest.MonkeyPatch
+    world: World, mapped: Mapped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutdown = loading_pieces.ThreadPoolExecutor.shutdown
     interrupts = iter([KeyboardInterrupt, KeyboardInterrupt])
@@ -470,7 +474,7 @@ def test_an_interrupt_while_the_workers_end_waits_for_them(
 
 @BOTH
 def test_an_error_of_one_worker_stops_the_others_soon(
-    world: World, what: str, mapped: list[int], monkeypatch: pytest.MonkeyPatch
+    world: World, what: str, mapped: Mapped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = itertools.count()
     read_into = GGUFFile.read_into
@@ -490,7 +494,7 @@ def test_an_error_of_one_worker_stops_the_others_soon(
 
 @BOTH
 def test_memory_that_a_worker_does_not_get_ends_the_load(
-    world: World, what: str, mapped: list[int], monkeypatch: pytest.MonkeyPatch
+    world: World, what: str, mapped: Mapped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = np.empty
     left = iter([True])
@@ -534,7 +538,7 @@ def test_a_load_goes_on_with_the_threads_that_can_be_started(
 
 @BOTH
 def test_a_file_that_is_cut_while_it_is_loaded_is_named_with_the_byte(
-    world: World, what: str, tmp_path: Path, mapped: list[int]
+    world: World, what: str, tmp_path: Path, mapped: Mapped
 ) -> None:
     path = tmp_path / "short.gguf"
     path.write_bytes(world.file.path.read_bytes())
@@ -562,7 +566,7 @@ def test_a_file_that_is_cut_while_it_is_loaded_is_named_with_the_byte(
     ],
 )
 def test_whichever_call_of_the_driver_fails_nothing_is_left(
-    world: World, what: str, operation: str, mapped: list[int]
+    world: World, what: str, operation: str, mapped: Mapped
 ) -> None:
     failures = 0
     for nth in itertools.count(1):
@@ -599,7 +603,7 @@ def test_a_refusal_of_the_system_says_how_much_was_wanted(
 
 @BOTH
 def test_close_frees_everything_and_may_be_repeated(
-    world: World, what: str, mapped: list[int]
+    world: World, what: str, mapped: Mapped
 ) -> None:
     loaded = world.load(what)
     assert set(world.driver.live()) == {"blocks"}
@@ -610,7 +614,7 @@ def test_close_frees_everything_and_may_be_repeated(
 
 @BOTH
 def test_weights_that_nobody_closed_are_freed_with_a_warning(
-    world: World, what: str, mapped: list[int]
+    world: World, what: str, mapped: Mapped
 ) -> None:
     world.load(what).close()  # what was closed says nothing
     loaded = [world.load(what)]

@@ -6,7 +6,6 @@ import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from strata_nb.cache.profile import (
     Profile,
     load_profile,
     rank_by_use,
-    replaced_file,
     save_profile,
 )
 from strata_nb.cache.routing import RoutingTrace
@@ -127,31 +125,6 @@ def test_whatever_byte_is_damaged_the_file_is_refused_or_still_a_profile(tmp_pat
 
 
 # Replacing a file.
-
-
-def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    with pytest.raises(OSError, match="no space"), replaced_file(path) as file:
-        fail_to_write(file)
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def fail_to_write(file: BinaryIO) -> None:
-    file.write(b"new")
-    raise OSError("no space")
-
-
-def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    with replaced_file(path) as file:
-        file.write(b"new")
-        file.flush()
-        assert path.read_bytes() == b"old"
-    assert path.read_bytes() == b"new"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_place_that_cannot_be_written_is_an_error_of_the_system(tmp_path: Path) -> None:

@@ -135,7 +135,14 @@ def _does_not_fit(
     lines = [f"{size:16,}  {name}" for size, name in parts if size]
     rest = free_bytes - (needed - kv * chunk_bytes)
     blocks = rest // chunk_bytes * chunk_bytes // needs.kv.block_bytes
-    if blocks > 0:
+    unrounded = needs.dense_bytes + needs.reserve_bytes + needs.kv.bytes_for(needs.kv_cells)
+    if needs.slots is not None:
+        unrounded += needs.slots.bytes_of(slots)
+    if needed - needs.reserve_bytes <= free_bytes:
+        hint = f"keep at most {free_bytes - needed + needs.reserve_bytes:,} bytes free for others"
+    elif unrounded <= free_bytes:
+        hint = f"give smaller chunks: these have {chunk_bytes:,} bytes, of which a part stays empty"
+    elif blocks > 0:
         hint = f"give --ctx-size {blocks * BLOCK_CELLS} or less"
     elif needs.slots_wanted is not None:
         hint = "give --expert-cache auto"

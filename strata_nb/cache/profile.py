@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from strata_nb.errors import ConfigError, FileFormatError
+from strata_nb.whole_files import whole_file
 
 MAGIC = b"STRP"
 VERSION = 1
@@ -84,7 +82,7 @@ def rank_by_use(use: npt.NDArray[np.integer], prior: Profile | None = None) -> P
 def save_profile(path: str | os.PathLike[str], profile: Profile) -> None:
     """Write a profile; a reader sees the old file or the new one, never a part. Raises OSError."""
     sizes = (profile.layers, profile.experts, profile.slots, len(profile.ranked))
-    with replaced_file(path) as file:
+    with whole_file(path) as file:
         file.write(_HEADER.pack(MAGIC, VERSION, *sizes))
         file.write(profile.ranked.astype(_PAIR).tobytes())
         file.write(profile.ranks().astype(_RANK).tobytes())
@@ -148,21 +146,3 @@ def _check_pairs(
             _HEADER.size + at * 2 * _PAIR.itemsize,
             f"rank {at} is expert {expert} of layer {layer}: not there, or ranked twice",
         )
-
-
-@contextmanager
-def replaced_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path` (PATH.tmp); it takes that name when the block ends well.
-
-    Where the block or the system fails, the old file stays and the temporary one is removed.
-    """
-    temporary = Path(f"{os.fspath(path)}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # else a crash may leave the new name with no content
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -12,8 +12,8 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb.cache.profile import replaced_file
 from strata_nb.errors import ConfigError, RuleViolation
+from strata_nb.whole_files import whole_file
 
 MOST_EXPERTS = 1 << 15  # of a layer, that int16 can name
 
@@ -47,5 +47,5 @@ class RoutingTrace:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all routes so far; a reader sees the old file or the new one. Raises OSError."""
-        with replaced_file(path) as file:
+        with whole_file(path) as file:
             np.save(file, self.routes())

@@ -1,20 +1,13 @@
-"""Files that a command writes beside its answer: whole or not at all.
-
-A regular file appears under its name, or replaces an older one there, only when all of it is
-written. A link is followed; a device or a pipe, such as /dev/stdout, is written to as it stands.
-"""
+"""Files that a command writes beside its answer: refused before any work is done for them."""
 
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from strata_nb.commands.arguments import Arguments
 from strata_nb.errors import ConfigError
+from strata_nb.whole_files import is_stream, unfinished_name
 
 INPUT_FLAGS = (
     "--model",
@@ -41,11 +34,11 @@ def output_file(arguments: Arguments, flag: str) -> Path | None:
     if name == "-":
         raise ConfigError(f"{flag} -: not a file", hint=f"{flag} /dev/stdout writes to stdout")
     try:
-        path = Path(name).resolve()
-        special = _is_special(path)
+        stream = is_stream(name)
+        path = Path(name) if stream else Path(name).resolve()
     except OSError as error:  # a name that is too long
         raise _cannot_write(flag, name, error.strerror or str(error)) from None
-    if special:
+    if stream:
         if not os.access(path, os.W_OK):
             raise _cannot_write(flag, name, "not allowed")
         return path
@@ -60,7 +53,7 @@ def output_file(arguments: Arguments, flag: str) -> Path | None:
         raise ConfigError(f"{flag} {name}: the name of a model", hint="name another file")
     if path.is_dir():
         raise _cannot_write(flag, name, "is a folder")
-    unfinished = _unfinished(path)
+    unfinished = unfinished_name(path)
     try:
         unfinished.touch(exist_ok=False)
         unfinished.unlink()
@@ -74,27 +67,3 @@ def _cannot_write(flag: str, name: str, why: str) -> ConfigError:
         f"{flag} {name}: cannot be written: {why}",
         hint="name a file in a folder that exists and that you may write to",
     )
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a stream to write; what it holds becomes `path` when the block ends without an error."""
-    if _is_special(path):
-        with open(path, "wb") as stream:
-            yield stream
-        return
-    unfinished = _unfinished(path)
-    try:
-        with open(unfinished, "xb") as stream:
-            yield stream
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _is_special(path: Path) -> bool:
-    return path.exists() and not path.is_file() and not path.is_dir()

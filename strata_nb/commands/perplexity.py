@@ -12,11 +12,12 @@ from strata_nb.commands.arguments import Arguments, options_from, read_text_file
 from strata_nb.commands.figures import STATS_SCHEMA, write_json
 from strata_nb.commands.logits_file import LogitsReader, LogitsWriter
 from strata_nb.commands.opening import open_engine
-from strata_nb.commands.output_files import output_file, whole_file
+from strata_nb.commands.output_files import output_file
 from strata_nb.commands.terminal import note, progress_bar
 from strata_nb.engine import Engine
 from strata_nb.errors import ConfigError
 from strata_nb.perplexity import Chunks, Score, cut, scored_rows
+from strata_nb.whole_files import whole_file
 
 DEFAULT_CHUNK = 512  # tokens
 

@@ -169,7 +169,7 @@ class Emitter:
         """x += down(silu(gate x h) * (up x h)), h the normed x of a layer."""
         blk = f"blk.{layer}"
         h = self._normed(f"{blk}.ffn_norm", [f"{blk}.ffn_gate", f"{blk}.ffn_up"])
-        inner = self._gated(h, f"{blk}.ffn_gate", f"{blk}.ffn_up", f"{blk}.ffn_down")
+        inner = self._gated(h, blk, "", self.model.ff_width)
         self._linear(inner, f"{blk}.ffn_down", self._x, adds=True)
         self._end_layer()
 
@@ -326,9 +326,7 @@ class Emitter:
         blk = f"blk.{layer}"
         gate = self._floats("shared_gate", 1)
         self._linear(h, f"{blk}.ffn_gate_inp_shexp", gate)
-        inner = self._gated(
-            h, f"{blk}.ffn_gate_shexp", f"{blk}.ffn_up_shexp", f"{blk}.ffn_down_shexp"
-        )
+        inner = self._gated(h, blk, "_shexp", self.model.shared_width)
         shared = self._floats("shared", self.model.width)
         self._linear(inner, f"{blk}.ffn_down_shexp", shared)
         self._add(
@@ -343,10 +341,10 @@ class Emitter:
             },
         )
 
-    def _gated(self, h: Activation, gate: str, up: str, down: str) -> Activation:
-        """Return silu(gate x h) * (up x h) in the form that `down` reads."""
+    def _gated(self, h: Activation, blk: str, kind: str, width: int) -> Activation:
+        """Return silu(gate x h) * (up x h), `width` values, in the form that `down` reads."""
         tensors = self._places.tensors
-        width = tensors[f"{gate}.weight"].shape[0]
+        gate, up, down = (f"{blk}.ffn_{part}{kind}" for part in ("gate", "up", "down"))
         left, right = self._floats("gate", width), self._floats("up", width)
         self._linear(h, gate, left)
         self._linear(h, up, right, waits=False)
