@@ -14,18 +14,24 @@ from numpy.typing import NDArray
 
 from strata_nb.compiling import compiled
 from strata_nb.kernels.host.vectors import load_integers, no_integers
-from strata_nb.raw_memory import store
+from strata_nb.raw_memory import prefetch, store
 
 STEP_BYTES = 256
 PASSES = 5  # over the memory; the first ones may find a processor that sleeps
 SUM_BYTES = 64
+AHEAD_BYTES = 8192
 
 
 @compiled("void(int64,int64,int64)")
 def read(place: int, size: int, result: int) -> None:
-    """Read memory, 256 bytes at a time; the sum keeps the compiler from leaving it out."""
+    """Read memory, 256 bytes at a time; the sum keeps the compiler from leaving it out.
+
+    It asks for memory ahead, as the kernels do: without that it is no limit.
+    """
     first, second, third, fourth = no_integers(), no_integers(), no_integers(), no_integers()
     for offset in range(0, size - 255, 256):
+        for line in range(0, 256, 64):
+            prefetch(place + offset + AHEAD_BYTES + line)
         first = first + load_integers(place + offset)
         second = second + load_integers(place + offset + 64)
         third = third + load_integers(place + offset + 128)

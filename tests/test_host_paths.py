@@ -11,6 +11,8 @@ from pathlib import Path as FilePath
 import numba
 import numpy as np
 import pytest
+from make_model import make_model
+from model_shapes import LOGITS_SHAPES
 
 from strata_nb import compiling
 from strata_nb.errors import ConfigError
@@ -168,6 +170,34 @@ def test_all_paths_give_the_same_bits_for_all_types(tmp_path: FilePath) -> None:
     assert len(expected) == 20 * 5 * 19 * 4
     for path in others:
         assert bits_on(path, "all", tmp_path) == expected, path
+
+
+MODEL_PROGRAM = """
+import sys
+import numpy as np
+from strata_nb import Engine, Options
+with Engine.open(Options(sys.argv[1], "host", ctx_size=256, prefill=32, cache_type_v="int8")) as e:
+    ids = np.random.default_rng(0).integers(0, e.description.vocab_size, 70).tolist()
+    sys.stdout.buffer.write(e.logits(ids).tobytes())
+"""
+
+
+@pytest.mark.slow
+def test_a_model_has_the_same_logits_on_all_paths(tmp_path: FilePath) -> None:
+    model = tmp_path / "model.gguf"
+    make_model(model, LOGITS_SHAPES["qwen3moe"])
+    found = {
+        path: subprocess.run(
+            [sys.executable, "-c", MODEL_PROGRAM, str(model)],
+            env={**os.environ, "STRATA_NB_CPU_PATH": path.value},
+            check=True,
+            stdout=subprocess.PIPE,
+        ).stdout
+        for path in runnable()
+    }
+    fastest = found[runnable()[0]]
+    assert len(fastest) == 70 * LOGITS_SHAPES["qwen3moe"].vocab * 4
+    assert [path for path, logits in found.items() if logits != fastest] == []
 
 
 def test_programs_share_a_cache_and_do_not_mix_up_its_parts(tmp_path: FilePath) -> None:
