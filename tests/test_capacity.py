@@ -140,6 +140,13 @@ def test_the_hint_of_a_refusal_works() -> None:
     with pytest.raises(ConfigError) as error:
         plan_capacity(needs(), 3 * UNIT, UNIT)
     assert "more memory" in error.value.hint
+    with pytest.raises(ConfigError) as error:
+        plan_capacity(needs(reserve_bytes=60 << 20), 64 << 20, 64 << 20)
+    assert "smaller chunks" in error.value.hint
+    with pytest.raises(ConfigError) as error:
+        plan_capacity(needs(reserve_bytes=64 << 20), 64 << 20, UNIT)
+    assert error.value.hint == "give --vram-reserve-mib 63 or less"
+    plan_capacity(needs(reserve_bytes=63 << 20), 64 << 20, UNIT)
 
 
 def test_fewer_slots_than_layers_are_refused() -> None:

@@ -138,14 +138,15 @@ def _does_not_fit(
     unrounded = needs.dense_bytes + needs.reserve_bytes + needs.kv.bytes_for(needs.kv_cells)
     if needs.slots is not None:
         unrounded += needs.slots.bytes_of(slots)
-    if needed - needs.reserve_bytes <= free_bytes:
-        hint = f"keep at most {free_bytes - needed + needs.reserve_bytes:,} bytes free for others"
-    elif unrounded <= free_bytes:
+    if unrounded <= free_bytes:
         hint = f"give smaller chunks: these have {chunk_bytes:,} bytes, of which a part stays empty"
     elif blocks > 0:
         hint = f"give --ctx-size {blocks * BLOCK_CELLS} or less"
-    elif needs.slots_wanted is not None:
+    elif needs.slots_wanted is not None and needed - arena * chunk_bytes < free_bytes:
         hint = "give --expert-cache auto"
+    elif needs.reserve_bytes and needed - needs.reserve_bytes <= free_bytes:
+        most = (free_bytes - needed + needs.reserve_bytes) >> 20
+        hint = f"give --vram-reserve-mib {most} or less"
     else:
         hint = "a device with more memory, or a smaller file"
     return ConfigError(
