@@ -3,7 +3,7 @@
     Backend       what a model needs of a device: a driver, and programs prepared and run
     HostBackend   the machine itself, or small devices made of its memory
 
-A backend's name for a device is what `--device` says: "host", or "host:1x64MiB".
+A backend's name for a device is what `--device` says: "host", or "host:1x512MiB".
 """
 
 from __future__ import annotations

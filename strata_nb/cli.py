@@ -44,17 +44,21 @@ _MODEL = """\
   -m FILE, --model FILE        the model: a GGUF file (of a split one, any shard)"""
 
 _DEVICE = """\
-  --device TEXT                host (default): this machine; host:1x64MiB: a small device made of
-                               its memory, with slots for experts; reference: the float32 judge
+  --device TEXT                host (default, also auto): this machine; host:1x512MiB: a small
+                               device made of its memory, with slots for experts (in general
+                               host:NxSIZE[@CHUNK]);
+                               reference: the float32 judge, which has none of the flags on experts
   -c N, --ctx-size N           cells of the K/V cache (default: {context})
   -t N, --threads N            compute threads (default: physical cores within affinity and quota)
   --prefill N                  rows of a prompt batch, or auto (default auto: 512)
-  --ctk TYPE, --cache-type-k TYPE  how keys are stored: f32, f16 or int8 (default f16)
-  --ctv TYPE, --cache-type-v TYPE  how values are stored (default f16)
+  --ctk TYPE, --cache-type-k TYPE  how keys are stored: f32, f16 or int8 (default f16, of the
+                               reference f32)
+  --ctv TYPE, --cache-type-v TYPE  how values are stored (likewise)
   --expert-cache SIZE          expert slots, on a device that has them: auto (the default:
                                all that there is room for), a number, N% of all, NMiB or NGiB
   --vram-reserve-mib N         MiB of the device that stay free for others (default 0)
-  --expert-profile FILE        fill the slots at the start in the order of this file
+  --expert-profile FILE        fill the slots at the start in the order of this file; without slots
+                               it is only what --expert-profile-save goes on with
   --expert-profile-save FILE   write which experts were used most, for the next start
   --routing-trace FILE         write the experts of every token that is read: int16 .npy (tokens,
                                layers, top-k)

@@ -247,22 +247,20 @@ class DeviceModel:
 
     def _slots_wanted(self, options: Options, slots: SlotLayout) -> int | None:
         """Return how many slots there shall be: 0 for none, None for as many as there is room."""
+        if not slots.layers and options.expert_cache != "auto":
+            raise ConfigError(
+                f"--expert-cache {options.expert_cache}: this model has no experts",
+                hint="leave it out",
+            )
         if not self._backend.has_slots:
             if options.expert_cache != "auto":
                 raise ConfigError(
                     f"--expert-cache {options.expert_cache}: the device {self._backend.name} reads "
                     "experts where the host has them and has no slots",
-                    hint="leave it out, or give a device of its own memory: --device host:1x64MiB",
+                    hint="leave it out, or give a device of its own memory: --device host:1x512MiB",
                 )
             return 0
-        if slots.layers:
-            return slot_budget(expert_cache_size(options.expert_cache), slots)
-        if options.expert_cache != "auto":
-            raise ConfigError(
-                f"--expert-cache {options.expert_cache}: this model has no experts",
-                hint="leave it out",
-            )
-        return 0
+        return slot_budget(expert_cache_size(options.expert_cache), slots) if slots.layers else 0
 
     # Steps.
 
@@ -354,8 +352,10 @@ class DeviceModel:
     def report(self) -> ModelReport:
         self._opened()
         ledger = self.ledger.describe()
+        free_bytes, _ = self._backend.driver.mem_info(self._backend.device)
         device = DeviceReport(
             self._backend.name,
+            free_bytes,
             ledger.slots,
             ledger.resident,
             ledger.kv_cells,

@@ -120,7 +120,8 @@ class Engine:
         ):
             if value is not None:
                 raise ConfigError(
-                    f"{flag} {value}: the reference device has no slots and counts no experts",
+                    f"{flag} {value}: the reference device has no memory of its own, no slots, and "
+                    "counts no experts",
                     hint="leave it out, or use another --device",
                 )
         return ReferenceSteps(
@@ -172,6 +173,10 @@ class Engine:
         memory later on. Raises FileFormatError for a file that cannot be used, ConfigError for
         options that do not fit it; then nothing stays open.
         """
+        if not isinstance(options, Options):
+            raise ConfigError(
+                f"{options!r}: not Options", hint="Engine.open(Options(model='model.gguf'))"
+            )
         with ExitStack() as resources:
             file = resources.enter_context(GGUFFile.open(options.model))
             return cls(options, file, progress, say, resources)

@@ -51,7 +51,7 @@ def expert_cache_size(text: str) -> tuple[float, str] | None:
         return None
     match = _EXPERT_CACHE.fullmatch(text) if isinstance(text, str) else None
     if match is None or (match[3] == "%" and float(match[2]) > 100):
-        wanted = "auto, a number of slots, N% of all experts, or NGiB"
+        wanted = "auto, a number of slots, N% of all experts, NMiB or NGiB"
         raise _refuse("--expert-cache", text, wanted)
     return (float(match[1]), "") if match[1] else (float(match[2]), match[3])
 
@@ -65,7 +65,7 @@ def _check_device(device: object) -> None:
     from strata_nb.host import parse_host_devices  # not needed for `--help`
 
     if not isinstance(device, str) or device.split(":")[0] not in ("auto", REFERENCE, "host"):
-        raise _refuse("--device", device, "one of: auto, host, host:1x64MiB, " + REFERENCE)
+        raise _refuse("--device", device, "one of: auto, host, host:1x512MiB, " + REFERENCE)
     if device.startswith("host"):
         parse_host_devices(device)
     elif ":" in device:
@@ -77,7 +77,7 @@ class Options:
     """Choose the model, the device and the sizes.
 
     model           path of a GGUF file (of a split one, any shard)
-    device          "host": this machine, the experts read where they are; "host:1x64MiB": a small
+    device          "host": this machine, the experts read where they are; "host:1x512MiB": a small
                     device made of its memory, with slots for experts; "reference": the float32
                     judge; "auto": host
     ctx_size        cells of the K/V cache; None: the model's context, at most 8,192

@@ -36,12 +36,14 @@ class DeviceReport(NamedTuple):
     """Describe one device.
 
     name              for people
+    free_bytes        of its memory
     slots, resident   expert slots, and how many hold an expert
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the device's memory
     """
 
     name: str
+    free_bytes: int
     slots: int
     resident: int
     kv_cells: int

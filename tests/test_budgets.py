@@ -302,7 +302,7 @@ def refusal(path: Path, **options: object) -> StrataError:
 def test_slots_are_refused_where_the_device_has_none(model: Path) -> None:
     error = refusal(model, device="host", expert_cache="12")
     assert "--expert-cache 12" in str(error)
-    assert "host:1x64MiB" in error.hint
+    assert "host:1x512MiB" in error.hint
 
 
 def test_a_device_without_room_for_the_dense_weights_is_refused_with_the_sum(model: Path) -> None:

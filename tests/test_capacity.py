@@ -139,7 +139,7 @@ def test_the_hint_of_a_refusal_works() -> None:
     assert error.value.hint == "give --expert-cache auto"
     with pytest.raises(ConfigError) as error:
         plan_capacity(needs(), 3 * UNIT, UNIT)
-    assert "more memory" in error.value.hint
+    assert error.value.hint == "a device of 1 MiB or more, or a smaller file"
     with pytest.raises(ConfigError) as error:
         plan_capacity(needs(reserve_bytes=60 << 20), 64 << 20, 64 << 20)
     assert "smaller chunks" in error.value.hint

@@ -324,7 +324,7 @@ def test_a_second_session_waits_for_the_first_ones_cells(tiny: Path) -> None:
         for session in held:
             session.extend(ids)
         late = engine.open_session()
-        with pytest.raises(MemoryError, match=r"K/V is full.*blocks 2, free \d, of \d"):
+        with pytest.raises(MemoryError, match=r"K/V is full.*cells 128, free 0, of 128"):
             late.extend(ids)
         held.pop().close()
         assert same_bits(late.next_logits(), exact)

@@ -169,7 +169,7 @@ def test_every_field_is_covered_by_these_tests() -> None:
 def test_a_refusal_lists_the_values_that_exist() -> None:
     with pytest.raises(ConfigError) as caught:
         Options("m.gguf", device="tpu")
-    assert caught.value.hint == "give --device one of: auto, host, host:1x64MiB, reference"
+    assert caught.value.hint == "give --device one of: auto, host, host:1x512MiB, reference"
     with pytest.raises(ConfigError) as caught:
         Options("m.gguf", cache_type_k="q4")
     assert caught.value.hint == "give --cache-type-k one of: f32, f16, int8"

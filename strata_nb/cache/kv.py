@@ -155,9 +155,9 @@ class KVCache:
         missing = max(0, blocks_for(end) - len(held.blocks))
         if missing + copies > len(self._free):
             numbers = {
-                "blocks": missing + copies,
-                "free": len(self._free),
-                "of": self.usable_blocks,
+                "cells": BLOCK_CELLS * (missing + copies),
+                "free": self.free_cells,
+                "of": BLOCK_CELLS * self.usable_blocks,
             }
             raise OutOfDeviceMemory(
                 "extend", 0, "the K/V is full", numbers=numbers, hint="end another conversation"

@@ -148,7 +148,7 @@ def _does_not_fit(
         most = (free_bytes - needed + needs.reserve_bytes) >> 20
         hint = f"give --vram-reserve-mib {most} or less"
     else:
-        hint = "a device with more memory, or a smaller file"
+        hint = f"a device of {-(-needed // (1 << 20)):,} MiB or more, or a smaller file"
     return ConfigError(
         "\n".join(
             [

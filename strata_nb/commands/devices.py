@@ -38,12 +38,12 @@ def run(arguments: Arguments) -> int:
         asked = "host"
     if asked is not None and asked.split(":")[0] not in ("host", REFERENCE):
         raise ConfigError(
-            f"--device {asked}: not known", hint="host, host:1x64MiB, or " + REFERENCE
+            f"--device {asked}: not known", hint="auto, host, host:1x512MiB, " + REFERENCE
         )
     if asked is None or asked.startswith("host"):
         print("\n".join(_host(asked or "host")))
     if asked is None:
-        print(f"{'host:NxSIZE':10} N small devices made of the host's memory: host:1x64MiB")
+        print(f"{'host:NxSIZE':10} N small devices made of the host's memory: host:1x512MiB")
     if asked is None or asked == REFERENCE:
         print(f"{REFERENCE:10} the float32 judge, {cpu.physical_cores()} threads of numpy's BLAS")
     return 0

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from strata_nb.engine import Engine, Generation
+from strata_nb.engine import Engine, Generation, Report
 from strata_nb.models.description import bytes_text
 from strata_nb.whole_files import whole_file
 
@@ -58,7 +58,7 @@ class Figures:
         return (
             f"prompt {self.prompt_tokens} tokens, {self.prompt_tps:.1f} tok/s · "
             f"generated {self.generated_tokens} tokens, {self.decode_tps:.1f} tok/s"
-            f"{_memory(engine, cells)}{seed}"
+            f"{memory_text(engine, cells)}{seed}"
         )
 
     def stats(self, engine: Engine) -> dict[str, object]:
@@ -78,12 +78,19 @@ class Figures:
             "decode_tps": self.decode_tps,
             "finish": self.finish,
             "seed": self.seed,
-            "slots": report.slots,
-            "resident": report.resident,
-            "hit_rate": report.hit_rate,
-            "kv_cells": report.kv_cells,
-            "bytes_by_owner": report.bytes_by_owner,
+            **memory_stats(report),
         }
+
+
+def memory_stats(report: Report) -> dict[str, object]:
+    """Return the part of `--stats-json` about the devices' memory."""
+    return {
+        "slots": report.slots,
+        "resident": report.resident,
+        "hit_rate": report.hit_rate,
+        "kv_cells": report.kv_cells,
+        "bytes_by_owner": report.bytes_by_owner,
+    }
 
 
 def device_lines(engine: Engine) -> list[str]:
@@ -98,13 +105,13 @@ def device_lines(engine: Engine) -> list[str]:
             parts.append(f"{device.slots:,} slots for {experts:,} experts {sizes['experts']}")
         elif experts:
             parts.append(f"{experts:,} experts read in place")
-        if device.bytes_by_owner["given_back"]:
-            parts.append(f"not used {sizes['given_back']}")
+        if device.name != "host":
+            parts.append(f"free {bytes_text(device.free_bytes)}")
         lines.append(f"{device.name}: {', '.join(parts)}")
     return lines
 
 
-def _memory(engine: Engine, cells: int) -> str:
+def memory_text(engine: Engine, cells: int) -> str:
     """Return how the devices' memory served, as a part of the line that ends a run."""
     report = engine.describe()
     if not report.devices:

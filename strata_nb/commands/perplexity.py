@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from strata_nb.commands.arguments import Arguments, options_from, read_text_file
-from strata_nb.commands.figures import STATS_SCHEMA, write_json
+from strata_nb.commands.figures import STATS_SCHEMA, memory_stats, memory_text, write_json
 from strata_nb.commands.logits_file import LogitsReader, LogitsWriter
 from strata_nb.commands.opening import open_engine
 from strata_nb.commands.output_files import output_file
@@ -74,7 +74,8 @@ def _reported(
                 print(line)
             sys.stdout.flush()
             read = done * chunks.length
-            note(f"{read} tokens in {done} chunks, {read / took:.1f} tok/s")
+            memory = memory_text(engine, chunks.length)
+            note(f"{read} tokens in {done} chunks, {read / took:.1f} tok/s{memory}")
             content = {
                 "schema": STATS_SCHEMA,
                 "model": engine.description.name,
@@ -84,6 +85,7 @@ def _reported(
                 "load_s": engine.load_s,
                 "prompt_tokens": read,
                 "prompt_tps": read / took,
+                **memory_stats(engine.describe()),
                 **score.figures(),
             }
             write_json(stats, content)
