@@ -13,6 +13,7 @@ right.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import pickle
@@ -66,9 +67,40 @@ def compiled(signature: str) -> Callable[[Function], Function]:
     return decorate
 
 
+def compiled_when_used(signature: str) -> Callable[[Function], Function]:
+    """Return a decorator like `compiled` whose function is compiled when it is first used.
+
+    For functions at the top of a file that not every program needs: compiling costs a second.
+    """
+
+    def decorate(function: Function) -> Function:
+        return _WhenUsed(signature, function)
+
+    return decorate
+
+
+class _WhenUsed:
+    """A function that is compiled when it is first called, or its address is asked for."""
+
+    def __init__(self, signature: str, function: Function) -> None:
+        functools.update_wrapper(self, function)
+        self._signature, self._function = signature, function
+        self._made: Function | None = None
+        self._lock = threading.Lock()  # of whoever compiles: loading calls from several threads
+
+    def made(self) -> Function:
+        with self._lock:
+            if self._made is None:
+                self._made = compiled(self._signature)(self._function)
+            return self._made
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.made()(*arguments)
+
+
 def address_of(function: Function) -> int:
     """Return the address of what `compiled` made, for C's calling convention; it stays valid."""
-    dispatcher: Any = function
+    dispatcher: Any = function.made() if isinstance(function, _WhenUsed) else function
     (made,) = dispatcher.overloads.values()
     name = made.fndesc.llvm_cfunc_wrapper_name
     with _interrupts_later():

@@ -6,7 +6,9 @@ import os
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path as FilePath
+from typing import Any
 
 import numba
 import numpy as np
@@ -244,6 +246,28 @@ def test_a_file_of_the_cache_that_was_cut_short_is_made_again(
             file.write_bytes(whole[:size])
             assert double(tmp_path, monkeypatch) == 42
             assert len(file.read_bytes()) == len(whole)
+
+
+def test_a_function_may_be_compiled_when_it_is_used_and_once_for_all_threads(
+    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
+    made: list[str] = []
+    compiled = compiling.compiled
+
+    def counted(signature: str) -> Any:
+        made.append(signature)
+        return compiled(signature)
+
+    monkeypatch.setattr(compiling, "compiled", counted)
+    names = {"__name__": __name__}
+    exec(compile(DOUBLE, "<double>", "exec"), names)
+    function = compiling.compiled_when_used("int64(int64)")(names["double"])
+    assert made == []
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(function, range(8))) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert compiling.address_of(function) == compiling.address_of(function.made())
+    assert made == ["int64(int64)"]
 
 
 @pytest.mark.parametrize("content", ["flipped", "foreign"])
