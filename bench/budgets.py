@@ -15,8 +15,8 @@ Three prompts are read and continued, at temperature 0 and with --deterministic,
 reads experts where they are, and on a device whose budget has room for each share. The logits of
 every token must have the same bits everywhere. Then the host's copy of every resident expert is
 overwritten with 0xFF, and the prompts are read and continued again: the logits must keep their
-bits, for those experts are in slots. Routers of a random model spread their choices more evenly
-than those of a trained one: hit rates of real models are higher.
+bits, for those experts are in slots. The routes of a random model have no locality, so its hit
+rates say nothing about those of a trained one.
 """
 
 from __future__ import annotations

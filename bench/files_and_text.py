@@ -69,7 +69,7 @@ def build_tokenizer(path: Path) -> Tokenizer:
 
 def load(path: str) -> None:
     """Load a model for the device reference."""
-    with Engine.open(Options(path)):
+    with Engine.open(Options(path, "reference")):
         pass
 
 

@@ -63,7 +63,7 @@ _DEVICE = """\
   --routing-trace FILE         write the experts of every token that is read: int16 .npy (tokens,
                                layers, top-k)
   --deterministic              the same bits whatever budget, batch and threads are (on the host
-                               they always are the same)"""
+                               they always are the same, of the reference never)"""
 _DEVICE_OF_A_TEXT = _DEVICE.format(context="the model's, at most 8192")
 _DEVICE_OF_CHUNKS = _DEVICE.format(context="512, which is a chunk of the text")
 

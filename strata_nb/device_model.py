@@ -64,7 +64,7 @@ class _Sizes(NamedTuple):
 class DeviceModel:
     """Run steps of a model on a backend's device; `steps.StepModel` says what each method does.
 
-    Owns the backend. `arena`, `kv` and `ledger` may be looked at between steps.
+    `arena`, `kv` and `ledger` may be looked at between steps.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class DeviceModel:
         self._read_files(options, model)
         wanted_slots = self._slots_wanted(options, sizes.slots)
         unplaced, weight_bytes = loading.dense_layout(file, sizes.dense)
-        buffer_bytes = self._emit(sizes, unplaced, Buffers(), 0, ctx_size, None)[1]
+        buffer_bytes = self._emit(sizes, unplaced, Buffers(), placed=False)[1]
         needs = Needs(
             dense_bytes=weight_bytes + buffer_bytes,
             reserve_bytes=(options.vram_reserve_mib or 0) << 20,
@@ -163,9 +163,7 @@ class DeviceModel:
 
         base = driver.allocate(buffer_bytes, device)
         undo.callback(driver.free, base)
-        emitted, placed_bytes = self._emit(
-            sizes, weights.tensors, Buffers(base), base, ctx_size, options
-        )
+        emitted, placed_bytes = self._emit(sizes, weights.tensors, Buffers(base), placed=True)
         if placed_bytes != buffer_bytes:
             raise AssertionError(f"buffers of {placed_bytes:,} bytes in {buffer_bytes:,}")
         self._programs = emitted
@@ -180,19 +178,18 @@ class DeviceModel:
         sizes: _Sizes,
         tensors: Mapping[str, loading.PackedTensor],
         buffers: Buffers,
-        rope: int,
-        ctx_size: int,
-        options: Options | None,
+        *,
+        placed: bool,
     ) -> tuple[Programs, int]:
         """Return the programs over these places, and the bytes of their buffers.
 
-        The rope table is the first buffer. Without `options` nothing is placed yet.
+        The rope table is the first buffer. `placed`: whether there are K/V and experts to name.
         """
         model = self.description
-        buffers.take(sizes.rope_bytes)
+        rope = buffers.take(sizes.rope_bytes)
         kv = KVPlaces(
-            table=0 if options is None else self.kv.table.ctypes.data,
-            table_width=0 if options is None else self.kv.table.shape[1],
+            table=self.kv.table.ctypes.data if placed else 0,
+            table_width=self.kv.table.shape[1] if placed else 0,
             key_type=sizes.kv.key.cache_type,
             value_type=sizes.kv.value.cache_type,
             key_offsets=[sizes.kv.part_offset(layer, "k") for layer in range(model.layers)],
@@ -201,7 +198,7 @@ class DeviceModel:
         experts: list[ExpertPlaces] = []
         for layer in range(model.layers if sizes.experts is not None else 0):
             parts = sizes.experts.parts[layer] if sizes.experts is not None else {}
-            if options is None:
+            if not placed:
                 experts.append(ExpertPlaces(0, 0, 0, 0, parts))
                 continue
             arena = self.arena
@@ -350,9 +347,15 @@ class DeviceModel:
     # The rest.
 
     def report(self) -> ModelReport:
-        self._opened()
+        with self._turn:
+            self._opened()
+            return self._report()
+
+    def _report(self) -> ModelReport:
         ledger = self.ledger.describe()
-        free_bytes, _ = self._backend.driver.mem_info(self._backend.device)
+        free_bytes = None
+        if self._backend.has_slots:
+            free_bytes, _ = self._backend.driver.mem_info(self._backend.device)
         device = DeviceReport(
             self._backend.name,
             free_bytes,

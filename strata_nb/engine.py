@@ -124,6 +124,12 @@ class Engine:
                     "counts no experts",
                     hint="leave it out, or use another --device",
                 )
+        if options.deterministic:
+            raise ConfigError(
+                "--deterministic: the products of the reference device are numpy's, whose rounding "
+                "depends on how a prompt is cut and on the number of threads",
+                hint="leave it out, or use another --device",
+            )
         return ReferenceSteps(
             models.open_reference(file, self.description, progress=progress),
             self.ctx_size,

@@ -36,14 +36,14 @@ class DeviceReport(NamedTuple):
     """Describe one device.
 
     name              for people
-    free_bytes        of its memory
+    free_bytes        of its memory; None where that is the machine's, which others use too
     slots, resident   expert slots, and how many hold an expert
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the device's memory
     """
 
     name: str
-    free_bytes: int
+    free_bytes: int | None
     slots: int
     resident: int
     kv_cells: int
@@ -109,7 +109,7 @@ class ReferenceSteps:
         ctx_size: int,
         cache_types: tuple[str, str],
         max_rows: int,
-        threads: int | None,
+        threads: int,
         row_threads: int,
     ) -> None:
         """`row_threads` are for a single row: it is bound by memory, and threads that wait for each
@@ -137,10 +137,12 @@ class ReferenceSteps:
         self._forgotten.append(sequence)
 
     def length(self, sequence: int) -> int:
-        return self._state(sequence).length
+        with self._turn:
+            return self._state(sequence).length
 
     def rewind(self, sequence: int, length: int) -> None:
-        self._state(sequence).rewind(length)
+        with self._turn:
+            self._state(sequence).rewind(length)
 
     def step(self, rows: Sequence[Row]) -> Floats:
         with self._turn:
@@ -175,8 +177,9 @@ class ReferenceSteps:
         return ModelReport((), 0, 0)
 
     def close(self) -> None:
-        self._model = None
-        self._states.clear()
+        with self._turn:
+            self._model = None
+            self._states.clear()
 
     def _opened(self) -> ReferenceModel:
         if self._model is None:

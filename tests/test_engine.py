@@ -496,3 +496,10 @@ def test_no_token_can_be_added_behind_a_context_that_is_full(engine: Engine) -> 
     with pytest.raises(ConfigError, match="64 cells is full"):
         session.append(1)
     assert session.position == 65
+
+
+def test_the_judge_does_not_promise_bits_that_numpy_does_not_keep(model: Path) -> None:
+    with pytest.raises(ConfigError, match="--deterministic: the products of the reference device"):
+        Engine.open(Options(model, "reference", deterministic=True))
+    with Engine.open(Options(model, "host", ctx_size=64, deterministic=True)) as engine:
+        assert engine.device == "host"

@@ -105,7 +105,7 @@ def device_lines(engine: Engine) -> list[str]:
             parts.append(f"{device.slots:,} slots for {experts:,} experts {sizes['experts']}")
         elif experts:
             parts.append(f"{experts:,} experts read in place")
-        if device.name != "host":
+        if device.free_bytes is not None:
             parts.append(f"free {bytes_text(device.free_bytes)}")
         lines.append(f"{device.name}: {', '.join(parts)}")
     return lines
@@ -116,8 +116,9 @@ def memory_text(engine: Engine, cells: int) -> str:
     report = engine.describe()
     if not report.devices:
         return ""
-    cells = min(cells, report.kv_cells)  # the latest token may not have been read
-    text = f" · K/V {cells:,} of {report.kv_cells:,} cells"
+    # Memory comes in chunks, which may hold more; and the latest token may not have been read.
+    most = min(report.kv_cells, engine.ctx_size)
+    text = f" · K/V {min(cells, most):,} of {most:,} cells"
     if report.hit_rate is not None:
         hits = f"{report.hit_rate:.1%} hits with {report.resident:,} experts"
         return f"{text} · {hits} in {report.slots:,} slots"

@@ -23,6 +23,7 @@ from strata_nb.formats import BLOCK_CELLS, CACHE_TYPES
 from strata_nb.kernels.host.exponential import exp
 from strata_nb.kernels.host.generated import define, fill_in
 from strata_nb.kernels.host.instructions import prefetch_far
+from strata_nb.kernels.host.lanes import across_1, across_2, across_4, across_8, larger
 from strata_nb.kernels.host.planes import GROUP, LANES, padded, plane_reader
 from strata_nb.kernels.host.products import transposed
 from strata_nb.kernels.host.vectors import (
@@ -50,9 +51,6 @@ MAXIMUM, SUMS, RESULTS = 64, 128, 192
 WEIGHTS_BYTES = 4 * BLOCK_CELLS  # of one query and block
 
 _lane_numbers = constant(INTEGERS, range(LANES))
-_across_8, _across_4, _across_2, _across_1 = (
-    shuffler([lane ^ step for lane in range(LANES)]) for step in (8, 4, 2, 1)
-)
 MINUS_INFINITY = np.float32(-np.inf)
 
 
@@ -172,12 +170,6 @@ def _scores(kind: str, key_length: int, state_bytes: int, queries: int) -> Calla
 # -- weights ---------------------------------------------------------------------------------------
 
 
-@inlined
-def _larger(a: Any, b: Any) -> Any:
-    """Return the larger of two, a where b is NaN."""
-    return where_less(a, b, b, a)
-
-
 @cache
 def _weigh(value_length: int) -> Callable[..., None]:
     """Return a function (state, weights, count, groups, scale) of one query and block.
@@ -196,12 +188,12 @@ def _weigh(value_length: int) -> Callable[..., None]:
             place = weights + 64 * group
             left = all_lanes(_lane_numbers(), count - LANES * group)
             score = where_less(_lane_numbers(), left, load_floats(place) * scale, lowest)
-            best = _larger(best, score)
+            best = larger(best, score)
             store(place, score)
-        best = _larger(best, _across_8(best))
-        best = _larger(best, _across_4(best))
-        best = _larger(best, _across_2(best))
-        best = _larger(best, _across_1(best))
+        best = larger(best, across_8(best))
+        best = larger(best, across_4(best))
+        best = larger(best, across_2(best))
+        best = larger(best, across_1(best))
         store(state + MAXIMUM, best)
         # While all scores are -infinity, any finite number gives the weights 0.
         best = where_equal(best, lowest, no_floats(), best)
@@ -325,10 +317,10 @@ def finisher(value_length: int) -> Callable[..., None]:
     def finish(state: int) -> None:
         out = load_i64(state + RESULT)
         total = load_floats(state + SUMS)
-        total = total + _across_8(total)
-        total = total + _across_4(total)
-        total = total + _across_2(total)
-        total = total + _across_1(total)
+        total = total + across_8(total)
+        total = total + across_4(total)
+        total = total + across_2(total)
+        total = total + across_1(total)
         for number in range(whole):
             store(out + 64 * number, load_floats(state + RESULTS + 64 * number) / total)
         if rest:

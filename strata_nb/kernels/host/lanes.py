@@ -17,6 +17,9 @@ from strata_nb.kernels.host.vectors import Vector, call, only_lane, shuffler, wh
 
 _halves = [(shuffler(range(half)), shuffler(range(half, 2 * half))) for half in (8, 4, 2, 1)]
 (low_8, high_8), (low_4, high_4), (low_2, high_2), (low_1, high_1) = _halves
+across_8, across_4, across_2, across_1 = (
+    shuffler([lane ^ step for lane in range(16)]) for step in (8, 4, 2, 1)
+)  # each lane from that many lanes further
 
 
 @inlined
@@ -30,7 +33,7 @@ def added_up(lanes: Any) -> Any:
 
 @inlined
 def larger(a: Any, b: Any) -> Any:
-    """Return the larger number in each lane of two vectors, neither of which has a NaN."""
+    """Return the larger number in each lane of two vectors, a where b is NaN."""
     return where_less(a, b, b, a)
 
 

@@ -20,6 +20,7 @@ from strata_nb.compiling import compiled, helper, inlined
 from strata_nb.formats import TensorType, block_layout
 from strata_nb.kernels.host.generated import define, fill_in
 from strata_nb.kernels.host.instructions import floats_of_halves
+from strata_nb.kernels.host.lanes import added_up
 from strata_nb.kernels.host.steps import SIGNATURE
 from strata_nb.kernels.host.vectors import (
     Vector,
@@ -28,7 +29,6 @@ from strata_nb.kernels.host.vectors import (
     no_floats,
     only_lane,
     recast,
-    shuffler,
     widen_unsigned,
 )
 from strata_nb.raw_memory import load_f32, prefetch, store
@@ -56,20 +56,6 @@ def reader(kind: TensorType, lanes: int) -> Callable[..., Any]:
     return halves if kind is TensorType.F16 else upper_halves
 
 
-_parts = [(shuffler(range(half)), shuffler(range(half, 2 * half))) for half in (8, 4, 2, 1)]
-(_low_8, _high_8), (_low_4, _high_4), (_low_2, _high_2), (_low_1, _high_1) = _parts
-
-
-@inlined
-def _added_up(first: Any, second: Any) -> Any:
-    """Return the sum of the lanes of two vectors of 16 floats, halving them."""
-    lanes = first + second
-    eight = _low_8(lanes) + _high_8(lanes)
-    four = _low_4(eight) + _high_4(eight)
-    two = _low_2(four) + _high_2(four)
-    return only_lane(_low_1(two) + _high_1(two))
-
-
 _ROWS_TEXT = """
 def {name}(weights, x, stride, y, outputs, values, adds):
 {each}    x{r} = x + {r} * stride
@@ -84,7 +70,7 @@ def {name}(weights, x, stride, y, outputs, values, adds):
         right = read(place + {size} * 16)
 {each}        first{r} = fused(left, load_floats(x{r} + 4 * column), first{r})
 {each}        second{r} = fused(right, load_floats(x{r} + 4 * column + 64), second{r})
-{each}    total{r} = added_up(first{r}, second{r})
+{each}    total{r} = added_up(first{r} + second{r})
     for column in range(whole, values):
         weight = only_lane(read_one(weights + {size} * column))
 {each}        total{r} = fused(weight, load_f32(x{r} + 4 * column), total{r})
@@ -149,7 +135,7 @@ def _rows_function(kind: TensorType, rows: int) -> Callable[..., None]:
         "no_floats": no_floats,
         "prefetch": prefetch,
         "fused": fused,
-        "added_up": _added_up,
+        "added_up": added_up,
         "only_lane": only_lane,
         "load_f32": load_f32,
         "store": store,

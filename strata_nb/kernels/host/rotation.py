@@ -16,6 +16,7 @@ import numpy as np
 from strata_nb.compiling import compiled, helper, inlined
 from strata_nb.formats import BLOCK_CELLS, CACHE_TYPES
 from strata_nb.kernels.host.instructions import floats_of_halves, halves_of_floats
+from strata_nb.kernels.host.lanes import across_1, across_2, across_4, across_8, larger
 from strata_nb.kernels.host.operations import SIGNATURE, HostKernel, share, word
 from strata_nb.kernels.host.vectors import (
     FLOATS,
@@ -46,9 +47,6 @@ _load_eight = loader(Vector("f32", 8))
 _doubled = shuffler([lane // 2 for lane in range(_LANES)])
 _neighbours = shuffler([lane ^ 1 for lane in range(_LANES)])
 _first_lane = shuffler([0])
-_across_8, _across_4, _across_2, _across_1 = (
-    shuffler([lane ^ step for lane in range(_LANES)]) for step in (8, 4, 2, 1)
-)
 _signs_of_even = constant(INTEGERS, [-(2**31), 0] * 8)
 
 
@@ -174,11 +172,6 @@ def _magnitude(values: Any) -> Any:
 
 
 @inlined
-def _larger(a: Any, b: Any) -> Any:
-    return where_less(a, b, b, a)
-
-
-@inlined
 def _quantised(values: Any, scale: float) -> Any:
     """Return 16 values over the scale as bytes, to nearest, ties to even, within -127 .. 127."""
     limit = all_lanes(values, _LIMIT)
@@ -201,14 +194,14 @@ def _store_int8(
         whole = end - (end - start) % _LANES if by_sixteen else start
         bits = no_integers()
         for first in range(start, whole, _LANES):
-            bits = _larger(bits, _magnitude(_rotated(x, cosines, first, planes, halves)))
+            bits = larger(bits, _magnitude(_rotated(x, cosines, first, planes, halves)))
         for number in range(whole, end):
             value = _rotated_value(x, cosines, number, planes, halves)
-            bits = _larger(bits, _magnitude(all_lanes(no_floats(), value)))
-        bits = _larger(bits, _across_8(bits))
-        bits = _larger(bits, _across_4(bits))
-        bits = _larger(bits, _across_2(bits))
-        bits = _larger(bits, _across_1(bits))
+            bits = larger(bits, _magnitude(all_lanes(no_floats(), value)))
+        bits = larger(bits, across_8(bits))
+        bits = larger(bits, across_4(bits))
+        bits = larger(bits, across_2(bits))
+        bits = larger(bits, across_1(bits))
         half = halves_of_floats(_as_floats(bits) / _LIMIT)
         store(scales + 2 * group, _first_lane(half))
         scale = only_lane(floats_of_halves(half))

@@ -9,8 +9,6 @@ launches together, each doing its share of every one:
 Who waits spins for a moment, then gives its processor away again and again; a worker that was not
 needed for a few milliseconds sleeps on a semaphore. Nothing holds the GIL. Python's signal handlers
 run when `run` returns, so a caller that wants to be interrupted in long work runs it in parts.
-
-Measured on two cores: 0.3 us a launch with its barrier, where calling each from Python took 43.
 """
 
 from __future__ import annotations
