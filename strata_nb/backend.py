@@ -8,17 +8,20 @@ A backend's name for a device is what `--device` says: "host", or "host:1x512MiB
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Protocol, TypeVar
 
 from strata_nb.execution import Driver
 from strata_nb.host import HostDriver, parse_host_devices
 from strata_nb.kernels.host import activations
+from strata_nb.kernels.host.ahead import compile_ahead
 from strata_nb.kernels.host.functions import WorkSpace, prepare
 from strata_nb.kernels.host.threads import PreparedProgram, Threads
 from strata_nb.kernels.program import Program
 
+Progress = Callable[[int, int], object]
+Say = Callable[[str], object]
 Prepared = TypeVar("Prepared")  # a program in the form that a backend runs
 
 
@@ -53,8 +56,14 @@ class Backend(Protocol[Prepared]):
     def packed_row_bytes(self, values: int) -> int:
         """Return the bytes of a quantised row of activations."""
 
+    def compile(self, programs: Sequence[Program], progress: Progress | None, say: Say) -> None:
+        """Compile what programs launch, wherever their buffers will be: the long part of `prepare`.
+
+        `progress` is told of (kernels done, in all), `say` of a wait.
+        """
+
     def prepare(self, programs: Sequence[Program]) -> Sequence[Prepared]:
-        """Compile what programs launch; they can be run until the backend is closed."""
+        """Make programs ready to run; they can be run until the backend is closed."""
 
     def run(self, program: Prepared, first: int = 0, last: int | None = None) -> None:
         """Run launches first .. last - 1 of a program (None: to its end) and wait for them."""
@@ -79,15 +88,17 @@ class HostBackend:
             else []
         )
         self._spaces: list[WorkSpace] = []
-        with ExitStack() as undo:
-            self.driver = HostDriver(devices)
-            undo.callback(self.driver.close)
-            self._compute = Threads(threads)
-            undo.callback(self._compute.close)
-            self._resources = undo.pop_all()
+        self._compute: Threads | None = None  # started late: they run compiled functions
+        self._resources = ExitStack()
+        self.driver = HostDriver(devices)
+        self._resources.callback(self.driver.close)
 
     def packed_row_bytes(self, values: int) -> int:
         return activations.row_bytes(values)
+
+    def compile(self, programs: Sequence[Program], progress: Progress | None, say: Say) -> None:
+        compile_ahead(programs, progress=progress, say=say)
+        self._threads()  # who cannot start them hears it before a model is loaded
 
     def prepare(self, programs: Sequence[Program]) -> list[PreparedProgram]:
         space = WorkSpace(tuple(one for program in programs for one in program), self.threads)
@@ -95,7 +106,13 @@ class HostBackend:
         return [prepare(program, space) for program in programs]
 
     def run(self, program: PreparedProgram, first: int = 0, last: int | None = None) -> None:
-        self._compute.run(program, first, last)
+        self._threads().run(program, first, last)
+
+    def _threads(self) -> Threads:
+        if self._compute is None:
+            self._compute = Threads(self.threads)
+            self._resources.callback(self._compute.close)
+        return self._compute
 
     def close(self) -> None:
         self._resources.close()

@@ -44,43 +44,11 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck"
 _PART = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
-def compiled(signature: str) -> Callable[[Function], Function]:
-    """Return a decorator that compiles a function for one signature when it is decorated.
+class Compiled:
+    """A function that is compiled, or read from disk, when it is first called or asked for.
 
-    The function runs without the GIL, without bounds checks, and with the rounding that its text
-    says: nothing is reordered. Its name must be unique within its file. ConfigError if the machine
-    code cannot be written to disk.
+    name   of its file in the cache, unlike that of any other function
     """
-
-    def decorate(function: Function) -> Function:
-        dispatcher: Any = numba.njit(**_OPTIONS)(function)
-        try:
-            dispatcher._cache = _FolderCache(function)
-            with _interrupts_later():
-                dispatcher.compile(signature)
-        except OSError as error:
-            raise _not_kept(error) from error
-        dispatcher.disable_compile()
-        chosen: Function = dispatcher
-        return chosen
-
-    return decorate
-
-
-def compiled_when_used(signature: str) -> Callable[[Function], Function]:
-    """Return a decorator like `compiled` whose function is compiled when it is first used.
-
-    For functions at the top of a file that not every program needs: compiling costs a second.
-    """
-
-    def decorate(function: Function) -> Function:
-        return _WhenUsed(signature, function)
-
-    return decorate
-
-
-class _WhenUsed:
-    """A function that is compiled when it is first called, or its address is asked for."""
 
     def __init__(self, signature: str, function: Function) -> None:
         functools.update_wrapper(self, function)
@@ -88,19 +56,54 @@ class _WhenUsed:
         self._made: Function | None = None
         self._lock = threading.Lock()  # of whoever compiles: loading calls from several threads
 
+    @functools.cached_property
+    def name(self) -> str:
+        name: str = _Implementation(self._function).filename_base
+        return name
+
+    def is_on_disk(self) -> bool:
+        """Return whether the machine code is in the cache already."""
+        return (cache_folder() / f"{self.name}.1.nbc").exists()
+
     def made(self) -> Function:
+        """Return the compiled function, without the lock on the way of every call.
+
+        ConfigError if the machine code cannot be written to disk.
+        """
         with self._lock:
             if self._made is None:
-                self._made = compiled(self._signature)(self._function)
+                self._made = _compile(self._signature, self._function)
             return self._made
 
     def __call__(self, *arguments: Any) -> Any:
         return self.made()(*arguments)
 
 
+def compiled(signature: str) -> Callable[[Function], Compiled]:
+    """Return a decorator that compiles a function for one signature, when it is first used.
+
+    The function runs without the GIL, without bounds checks, and with the rounding that its text
+    says: nothing is reordered. Its name must be unique within its file.
+    """
+    return functools.partial(Compiled, signature)
+
+
+def _compile(signature: str, function: Function) -> Function:
+    dispatcher: Any = numba.njit(**_OPTIONS)(function)
+    try:
+        dispatcher._cache = _FolderCache(function)
+        with _interrupts_later():
+            dispatcher.compile(signature)
+    except OSError as error:
+        raise _not_kept(error) from error
+    dispatcher.disable_compile()
+    chosen: Function = dispatcher
+    return chosen
+
+
 def address_of(function: Function) -> int:
     """Return the address of what `compiled` made, for C's calling convention; it stays valid."""
-    dispatcher: Any = function.made() if isinstance(function, _WhenUsed) else function
+    dispatcher: Any = function.made() if isinstance(function, Compiled) else function
     (made,) = dispatcher.overloads.values()
     name = made.fndesc.llvm_cfunc_wrapper_name
     with _interrupts_later():
@@ -235,6 +238,9 @@ class _Implementation(CompileResultCacheImpl):  # type: ignore[misc]
     _locator_classes = [_Locator]  # noqa: RUF012 - Numba's interface
 
 
+saving = threading.Lock()
+"""Held while machine code is written: who ends the process with it leaves no half file."""
+
 # What reading machine code raises where the file was cut, overwritten or is not what it seems.
 _DAMAGED = (
     AttributeError,
@@ -259,6 +265,10 @@ class _FolderCache(FunctionCache):  # type: ignore[misc]
             # As after a loss of power: forget the file and compile again.
             self.flush()
             return None
+
+    def save_overload(self, signature: Any, data: Any) -> None:
+        with saving:
+            super().save_overload(signature, data)
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
         # Numba adds the function's code and closure; a closure over functions never hashes the

@@ -77,6 +77,7 @@ class DeviceModel:
         backend: Backend[Any],
         *,
         progress: Callable[[int, int], object] | None,
+        compiling: Callable[[int, int], object] | None = None,
         say: Callable[[str], None],
     ) -> None:
         """Load the model, or leave nothing behind but the backend, which stays the caller's."""
@@ -91,7 +92,7 @@ class DeviceModel:
         self._prior: Profile | None = None
         sizes = _measure(file, description, options, ctx_size)
         with ExitStack() as undo:
-            self._open(file, options, ctx_size, sizes, progress, say, undo)
+            self._open(file, options, ctx_size, sizes, progress, compiling, say, undo)
             self._resources: ExitStack | None = undo.pop_all()
 
     def _open(
@@ -101,6 +102,7 @@ class DeviceModel:
         ctx_size: int,
         sizes: _Sizes,
         progress: Callable[[int, int], object] | None,
+        compiling: Callable[[int, int], object] | None,
         say: Callable[[str], None],
         undo: ExitStack,
     ) -> None:
@@ -109,7 +111,7 @@ class DeviceModel:
         self._read_files(options, model)
         wanted_slots = self._slots_wanted(options, sizes.slots)
         unplaced, weight_bytes = loading.dense_layout(file, sizes.dense)
-        buffer_bytes = self._emit(sizes, unplaced, Buffers(), placed=False)[1]
+        measured, buffer_bytes = self._emit(sizes, unplaced, Buffers(), placed=False)
         needs = Needs(
             dense_bytes=weight_bytes + buffer_bytes,
             reserve_bytes=(options.vram_reserve_mib or 0) << 20,
@@ -121,6 +123,7 @@ class DeviceModel:
         )
         self.warnings += loading.check_memory(_host_needs(sizes, needs))
         plan = plan_device(driver, device, needs)
+        backend.compile([measured.body, measured.head], compiling, say)
 
         keep = loading.cache_fits(file, file.size_bytes)
         total = sum(info.size_bytes for info in file.tensors.values())

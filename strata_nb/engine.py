@@ -75,6 +75,7 @@ class Engine:
         options: Options,
         file: GGUFFile,
         progress: Progress | None,
+        compiling: Progress | None,
         say: Callable[[str], None],
         resources: ExitStack,
     ) -> None:
@@ -101,7 +102,7 @@ class Engine:
             self._model = self._open_judge(file, options, progress)
         else:
             self._model = self._on_device = self._open_device(
-                file, options, progress, say, resources
+                file, options, progress, compiling, say, resources
             )
         self.warnings += self._model.warnings
         self._resources = resources.pop_all()
@@ -144,6 +145,7 @@ class Engine:
         file: GGUFFile,
         options: Options,
         progress: Progress | None,
+        compiling: Progress | None,
         say: Callable[[str], None],
         resources: ExitStack,
     ) -> DeviceModel:
@@ -162,6 +164,7 @@ class Engine:
             max(WINDOW_ROWS, self.prefill_rows),
             backend,
             progress=progress,
+            compiling=compiling,
             say=say,
         )
 
@@ -171,13 +174,15 @@ class Engine:
         options: Options,
         *,
         progress: Progress | None = None,
+        compiling: Progress | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Engine:
         """Open the model that `options` names.
 
-        `progress` is called with (bytes done, bytes in all), `say` with lines about what happens to
-        memory later on. Raises FileFormatError for a file that cannot be used, ConfigError for
-        options that do not fit it; then nothing stays open.
+        `progress` is called with (bytes done, bytes in all); `compiling`, at a first start, with
+        (kernels done, kernels in all); `say` with lines about that, and later about what happens to
+        memory. Raises FileFormatError for a file that cannot be used, ConfigError for options that
+        do not fit it; then nothing stays open.
         """
         if not isinstance(options, Options):
             raise ConfigError(
@@ -185,7 +190,7 @@ class Engine:
             )
         with ExitStack() as resources:
             file = resources.enter_context(GGUFFile.open(options.model))
-            return cls(options, file, progress, say, resources)
+            return cls(options, file, progress, compiling, say, resources)
 
     def encode(
         self, text: str, add_special: bool = False, parse_special: bool = False

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from strata_nb.compiling import compiled_when_used, inlined
+from strata_nb.compiling import compiled, inlined
 from strata_nb.raw_memory import load_u8, load_u16, load_u32, load_u64, store
 
 _SIGNATURE = f"void({','.join(['int64'] * 14)})"
@@ -91,7 +91,7 @@ def _move_bits(place: int, size: int, table: int) -> None:
         store(place, np.uint32(low))
 
 
-@compiled_when_used(_SIGNATURE)
+@compiled(_SIGNATURE)
 def pack_groups(
     source: int,
     target: int,
@@ -128,7 +128,7 @@ def pack_groups(
                     _copy_piece(block + _entry(pieces, piece, 0), place, width)
 
 
-@compiled_when_used(_SIGNATURE)
+@compiled(_SIGNATURE)
 def unpack_groups(
     source: int,
     target: int,

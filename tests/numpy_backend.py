@@ -40,6 +40,9 @@ class NumpyBackend:
     def packed_row_bytes(self, values: int) -> int:
         return 4 * values
 
+    def compile(self, programs: Sequence[Program], progress: Any, say: Any) -> None:
+        pass
+
     def prepare(self, programs: Sequence[Program]) -> Any:
         return list(programs)
 

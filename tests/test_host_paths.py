@@ -231,7 +231,7 @@ def double(folder: FilePath, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(compiling, "cache_folder", lambda: folder)
     names = {"__name__": __name__}
     exec(compile(DOUBLE, "<double>", "exec"), names)
-    return compiling.compiled("int64(int64)")(names["double"])(21)  # type: ignore[operator, no-any-return]
+    return compiling.compiled("int64(int64)")(names["double"])(21)  # type: ignore[arg-type, no-any-return]
 
 
 def test_a_file_of_the_cache_that_was_cut_short_is_made_again(
@@ -248,26 +248,28 @@ def test_a_file_of_the_cache_that_was_cut_short_is_made_again(
             assert len(file.read_bytes()) == len(whole)
 
 
-def test_a_function_may_be_compiled_when_it_is_used_and_once_for_all_threads(
+def test_a_function_is_compiled_when_it_is_used_and_once_for_all_threads(
     tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
     made: list[str] = []
-    compiled = compiling.compiled
+    compile_now = compiling._compile
 
-    def counted(signature: str) -> Any:
+    def counted(signature: str, function: Any) -> Any:
         made.append(signature)
-        return compiled(signature)
+        return compile_now(signature, function)
 
-    monkeypatch.setattr(compiling, "compiled", counted)
+    monkeypatch.setattr(compiling, "_compile", counted)
     names = {"__name__": __name__}
     exec(compile(DOUBLE, "<double>", "exec"), names)
-    function = compiling.compiled_when_used("int64(int64)")(names["double"])
+    function = compiling.compiled("int64(int64)")(names["double"])
     assert made == []
+    assert not function.is_on_disk()
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(function, range(8))) == [0, 2, 4, 6, 8, 10, 12, 14]
     assert compiling.address_of(function) == compiling.address_of(function.made())
     assert made == ["int64(int64)"]
+    assert function.is_on_disk()
 
 
 @pytest.mark.parametrize("content", ["flipped", "foreign"])

@@ -13,7 +13,6 @@ from strata_nb.commands.output_files import output_file
 from strata_nb.commands.terminal import note, progress_bar, warn
 from strata_nb.engine import Engine
 from strata_nb.errors import ConfigError
-from strata_nb.options import REFERENCE
 
 
 @contextmanager
@@ -24,13 +23,11 @@ def open_engine(arguments: Arguments, ctx_size: int | None = None) -> Iterator[E
         options = replace(options, ctx_size=ctx_size)
     profile = output_file(arguments, "--expert-profile-save")
     trace = output_file(arguments, "--routing-trace")
-    if options.device != REFERENCE:
-        from strata_nb.compiling import cache_folder  # not where `--device reference` runs
-
-        if not any(cache_folder().iterdir()):
-            note("compiling the kernels for this processor, once: half a minute or so")
-    with progress_bar("loading", unit="bytes") as progress:
-        engine = Engine.open(options, progress=progress, say=note)
+    with (
+        progress_bar("compiling", unit="kernels") as compiling,
+        progress_bar("loading", unit="bytes") as progress,
+    ):
+        engine = Engine.open(options, progress=progress, compiling=compiling, say=note)
     with engine:
         for warning in engine.warnings:
             warn(warning)

@@ -67,6 +67,8 @@ def progress_bar(label: str, *, unit: str, least: int = 0) -> Iterator[Progress 
             bar.start()
             task = bar.add_task(label, total=total)
         bar.update(task, completed=done, total=total)
+        if done >= total:
+            bar.stop()  # another bar may follow
 
     try:
         yield show

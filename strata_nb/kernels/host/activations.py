@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from strata_nb.compiling import compiled, compiled_when_used, inlined
+from strata_nb.compiling import compiled, inlined
 from strata_nb.kernels.host.lanes import high_1, high_8, larger, largest, low_1, low_8
 from strata_nb.kernels.host.operations import SIGNATURE, HostKernel, share, word
 from strata_nb.kernels.host.vectors import (
@@ -150,7 +150,7 @@ def quantise_share(
         first = end
 
 
-@compiled_when_used("void(int64,int64,int64,int64,int64)")
+@compiled("void(int64,int64,int64,int64,int64)")
 def quantise_rows(source: int, target: int, values: int, first: int, last: int) -> None:
     """Quantise rows first .. last - 1 of float32 (rows, values) to rows of `row_bytes`."""
     sub_blocks = values // SUB_BLOCK

@@ -6,7 +6,7 @@ rows that chose it. Threads share the outputs of every expert.
 
 from __future__ import annotations
 
-from strata_nb.compiling import compiled_when_used
+from strata_nb.compiling import compiled
 from strata_nb.formats import TensorType
 from strata_nb.kernels.host.activations import SUB_BLOCK_BYTES
 from strata_nb.kernels.host.gating import gate_sub_blocks, gate_values
@@ -27,7 +27,7 @@ _LANES = 16
 _QUANTISED_AT_ONCE = max(SUB_BLOCK, OUTPUTS_AT_ONCE)
 
 
-@compiled_when_used(SIGNATURE)
+@compiled(SIGNATURE)
 def _expert_gate_up(arguments: int, thread: int, threads: int) -> None:
     starts, members = word(arguments, 1), word(arguments, 2)
     x, gathered, addresses = word(arguments, 3), word(arguments, 4), word(arguments, 5)
@@ -97,7 +97,7 @@ def _expert_gate_up(arguments: int, thread: int, threads: int) -> None:
                 gate_values(place, up, place, first, last)
 
 
-@compiled_when_used(SIGNATURE)
+@compiled(SIGNATURE)
 def _expert_down(arguments: int, thread: int, threads: int) -> None:
     rows = load_i64(word(arguments, 0))
     starts, places, inner = word(arguments, 1), word(arguments, 2), word(arguments, 3)

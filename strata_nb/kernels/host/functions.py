@@ -107,14 +107,16 @@ class WorkSpace:
         self.work = Work(address + -address % 64, stride)
 
 
+def host_kernel(launch: Launch, work: Work) -> HostKernel:
+    """Return what runs a launch; ValueError for a variant that has no function."""
+    return _FUNCTIONS[launch.kernel].make(launch, work)
+
+
 def prepare(program: Program, space: WorkSpace) -> PreparedProgram:
     """Return a program in the form that threads run; `space` must live as long as it does.
 
     Raises ValueError for a variant that has no function.
     """
     return PreparedProgram(
-        [
-            (_FUNCTIONS[one.kernel].make(one, space.work), one.arguments, one.waits)
-            for one in program
-        ]
+        [(host_kernel(one, space.work), one.arguments, one.waits) for one in program]
     )

@@ -9,9 +9,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from strata_nb.compiling import address_of, inlined
+from strata_nb.compiling import inlined
 from strata_nb.formats import TensorType
 from strata_nb.kernels.host import activations, plain, prompt, window
+from strata_nb.kernels.host.operations import Function
 from strata_nb.packing import SUB_BLOCK, UNPACKED
 from strata_nb.raw_memory import call_address
 
@@ -22,13 +23,13 @@ OUTPUTS_AT_ONCE = prompt.PANEL_ROWS  # a thread's outputs begin at a multiple of
 class MatrixFunctions(NamedTuple):
     """Say how weights of a type are multiplied.
 
-    few, many   addresses of the functions (`steps.SIGNATURE`) for fewer than MANY_ROWS rows and for
-                others; the bits are the same
+    few, many   the functions (`steps.SIGNATURE`) for fewer than MANY_ROWS rows and for others; the
+                bits are the same
     unit        values that make up one of the `size` that the functions take
     """
 
-    few: int
-    many: int
+    few: Function
+    many: Function
     unit: int
 
 
@@ -36,10 +37,9 @@ class MatrixFunctions(NamedTuple):
 def matrix_functions(kind: TensorType) -> MatrixFunctions:
     """Return the functions of a type; ValueError for one without a kernel."""
     if not takes_packed(kind):
-        address = address_of(plain.plain_kernel(kind))
-        return MatrixFunctions(address, address, 1)
-    few, many = window.window_kernel(kind), prompt.prompt_kernel(kind)
-    return MatrixFunctions(address_of(few), address_of(many), SUB_BLOCK)
+        function = plain.plain_kernel(kind)
+        return MatrixFunctions(function, function, 1)
+    return MatrixFunctions(window.window_kernel(kind), prompt.prompt_kernel(kind), SUB_BLOCK)
 
 
 def takes_packed(kind: TensorType) -> bool:

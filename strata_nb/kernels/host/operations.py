@@ -11,20 +11,35 @@ address of int64 words: those of the table, in its order, and behind them what o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from strata_nb.compiling import inlined
+from strata_nb.compiling import address_of, inlined
 from strata_nb.raw_memory import load_f32, load_i64
 
 SIGNATURE = "void(int64,int64,int64)"
 
 
-class HostKernel(NamedTuple):
-    """Hold the compiled function of a launch and the words that follow the table's."""
+Function = Callable[..., None]
 
-    function: Callable[..., None]
-    extra: tuple[int, ...] = ()
+
+class HostKernel(NamedTuple):
+    """Hold the compiled function of a launch and the words that follow the table's.
+
+    A function among these words stands for its address: the kernel calls it.
+    """
+
+    function: Function
+    extra: tuple[int | Function, ...] = ()
+
+    def functions(self) -> Iterator[Function]:
+        """Yield what has to be compiled before the kernel can run."""
+        yield self.function
+        yield from (word for word in self.extra if not isinstance(word, int))
+
+    def words(self) -> list[int]:
+        """Return the extra words as the kernel reads them; compiles the functions among them."""
+        return [word if isinstance(word, int) else address_of(word) for word in self.extra]
 
 
 class Work(NamedTuple):

@@ -25,7 +25,7 @@ from numba.core import types
 
 from strata_nb.compiling import address_of, compiled, inlined, instruction
 from strata_nb.errors import StrataError
-from strata_nb.kernels.host.operations import HostKernel
+from strata_nb.kernels.host.operations import Function, HostKernel
 from strata_nb.raw_memory import call_address, load_i64
 
 # Words of the state, each at the beginning of a cache line of its own.
@@ -238,6 +238,9 @@ def _make_semaphores(state: int, threads: int) -> None:
         _semaphore_init(state + 8 * (_WORKERS + (worker * _WORKER_LINES + 1) * _LINE))
 
 
+FUNCTIONS = (_make_semaphores, _work, _lead, _stop)
+
+
 # -- Python's side ---------------------------------------------------------------------------------
 
 
@@ -247,7 +250,7 @@ class PreparedProgram:
     def __init__(self, launches: Sequence[tuple[HostKernel, Sequence[int], bool]]) -> None:
         self._kernels = [kernel for kernel, _, _ in launches]  # whose addresses the table holds
         self._words = [
-            np.array([*arguments, *kernel.extra], np.int64) for kernel, arguments, _ in launches
+            np.array([*arguments, *kernel.words()], np.int64) for kernel, arguments, _ in launches
         ]
         self._table = np.array(
             [
@@ -282,10 +285,12 @@ class Threads:
         self._state = self._memory[skipped // 8 :]
         self._address = int(self._state.ctypes.data)
         _make_semaphores(self._address, threads)
+        self._lead, work = _lead.made(), _work.made()
+        _stop.made()  # now: who ends the threads should not have to compile
         self._workers = [
             threading.Thread(
                 target=_serve,
-                args=(self._memory, self._address, number, threads),
+                args=(work, self._memory, self._address, number, threads),
                 name=f"strata-compute-{number}",
                 daemon=True,
             )
@@ -319,16 +324,18 @@ class Threads:
             if not self._finalizer.alive:
                 raise StrataError("the compute threads have ended", hint="open the engine again")
             self._state[[_LAUNCHES, _FIRST, _LAST]] = program.address, first, last
-            _lead(self._address, self.threads)
+            self._lead(self._address, self.threads)
 
     def close(self) -> None:
         """End the threads; may be called twice."""
         self._finalizer()
 
 
-def _serve(memory: np.ndarray[Any, Any], address: int, thread: int, threads: int) -> None:
+def _serve(
+    work: Function, memory: np.ndarray[Any, Any], address: int, thread: int, threads: int
+) -> None:
     """Be a worker that keeps what it reads alive, whatever becomes of the rest."""
-    _work(address, thread, threads)
+    work(address, thread, threads)
     del memory
 
 

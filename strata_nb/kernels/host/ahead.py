@@ -1,0 +1,97 @@
+"""Compile what programs launch before a model is loaded: in several processes at the first start.
+
+Run as a module, this is one of the other processes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from strata_nb import cpu
+from strata_nb.compiling import Compiled
+from strata_nb.compiling_processes import MOST_PROCESSES, Progress, compile_together, serve
+from strata_nb.kernels.host import threads
+from strata_nb.kernels.host.functions import host_kernel
+from strata_nb.kernels.host.operations import Work
+from strata_nb.kernels.program import Launch, Program
+from strata_nb.packing_moves import pack_groups
+
+_MODULE = "strata_nb.kernels.host.ahead"
+_PROCESS_BYTES = 400 << 20  # that a process takes, somewhat more than measured
+# What takes longest comes first, so that no process is left with it at the end. Beginnings of
+# names; the others take about as long as each other.
+_LONGEST = ("attention.", "prompt.", "window.", "embedding.", "packing_moves.")
+
+
+def compile_ahead(
+    programs: Sequence[Program],
+    *,
+    progress: Progress | None = None,
+    say: Callable[[str], object] = lambda _: None,
+) -> None:
+    """Compile what programs launch and what loading needs, unless it is on disk.
+
+    `progress` is told of functions compiled, `say` of the wait. Addresses in the programs are not
+    looked at. ConfigError if the machine code cannot be written to disk.
+    """
+    launches = _first_of_each(launch for program in programs for launch in program)
+    functions = {one.name: one for one in _functions(launches)}
+    missing = [one for one in functions.values() if not one.is_on_disk()]
+    if not missing:
+        return
+    missing.sort(key=_rank)
+    processes = _processes(len(missing))
+    together = f", in {processes} processes" if processes > 1 else ""
+    kernels = "1 kernel" if len(missing) == 1 else f"{len(missing)} kernels"
+    say(f"compiling {kernels} for this processor, once{together}: up to half a minute")
+    compile_together(missing, processes, _MODULE, pickle.dumps(launches), progress)
+
+
+def _processes(functions: int) -> int:
+    """Return how many processes shall compile so many functions, this one counted.
+
+    One for each core, where it has two functions at least to earn its start, and memory.
+    """
+    room = cpu.available_memory_bytes() // _PROCESS_BYTES
+    return max(1, min(MOST_PROCESSES, cpu.physical_cores(), functions // 2, room))
+
+
+def _rank(function: Compiled) -> int:
+    for rank, beginning in enumerate(_LONGEST):
+        if function.name.startswith(beginning):
+            return rank
+    return len(_LONGEST)
+
+
+def _first_of_each(launches: Iterable[Launch]) -> list[Launch]:
+    """Return launches, each of which needs a function that those before it do not."""
+    chosen: list[Launch] = []
+    known: set[int] = set()
+    for launch in launches:
+        needed = {id(one) for one in _of_launch(launch)}  # which are kept, each made once
+        if not needed <= known:
+            chosen.append(launch)
+            known |= needed
+    return chosen
+
+
+def _functions(launches: Iterable[Launch]) -> Iterator[Compiled]:
+    """Yield what is needed to load a model and to run these launches."""
+    yield pack_groups
+    yield from threads.FUNCTIONS
+    for launch in launches:
+        yield from _of_launch(launch)
+
+
+def _of_launch(launch: Launch) -> Iterator[Compiled]:
+    kernel = host_kernel(launch, Work(0, 0))
+    yield from (one for one in kernel.functions() if isinstance(one, Compiled))
+
+
+def _of_request(request: bytes) -> Iterator[Compiled]:
+    return _functions(pickle.loads(request))
+
+
+if __name__ == "__main__":
+    serve(_of_request)
