@@ -85,6 +85,7 @@ def steps_of(kind: TensorType) -> Steps:
     return Steps(quants, scales, last_quants, last_scales)
 
 
+@cache
 def widener(kind: TensorType) -> Callable[..., Any]:
     """Return a function that copies a group of fewer than eight rows to a whole one, zeros added.
 
