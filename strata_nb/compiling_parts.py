@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from numba import _dynfunc
-from numba.core import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import PassManager, register_pass
@@ -24,6 +23,7 @@ from numba.core.typed_passes import (
     NoPythonBackend,
     NoPythonSupportedFeatureValidation,
 )
+from numba.core.types.misc import unliteral
 
 
 class Part(CPUDispatcher):  # type: ignore[misc]
@@ -41,7 +41,7 @@ class Part(CPUDispatcher):  # type: ignore[misc]
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """Choose the version for these types; a constant is a number like others."""
-        return super().get_call_template(tuple(types.unliteral(one) for one in args), kws)
+        return super().get_call_template(tuple(unliteral(one) for one in args), kws)
 
 
 class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]

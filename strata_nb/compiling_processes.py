@@ -68,7 +68,7 @@ def compile_together(
         try:
             os.write(queued, bytes(range(len(functions))))
             task = pickle.dumps((str(cache_folder()), [one.name for one in functions], request))
-            for _ in range(processes - 1):
+            for _ in range(processes - 1 if sys.executable else 0):
                 workers.append(_start(module, queue, report, task))
         except OSError:
             pass  # no more processes, or none that listens: those that there are share the work
@@ -144,10 +144,7 @@ def serve(find: Callable[[bytes], Iterable[Compiled]]) -> None:
     them. Where the cache is not the parent's, there is nothing to do.
     """
     queue, report = int(sys.argv[1]), int(sys.argv[2])
-    size = int.from_bytes(os.read(0, 4), "little")
-    task = b""
-    while len(task) < size:
-        task += os.read(0, size - len(task))
+    task = _read(int.from_bytes(_read(4), "little"))
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     folder, names, request = pickle.loads(task)
     if folder != str(cache_folder()):
@@ -156,6 +153,17 @@ def serve(find: Callable[[bytes], Iterable[Compiled]]) -> None:
     while number := os.read(queue, 1):
         functions[names[number[0]]].made()
         os.write(report, b".")
+
+
+def _read(size: int) -> bytes:
+    """Read so many bytes of stdin and none behind them; SystemExit where it ends before."""
+    found = b""
+    while len(found) < size:
+        some = os.read(0, size - len(found))
+        if not some:
+            sys.exit("the parent ended")
+        found += some
+    return found
 
 
 def _end_with_the_parent() -> None:

@@ -73,5 +73,5 @@ def progress_bar(label: str, *, unit: str, least: int = 0) -> Iterator[Progress 
     try:
         yield show
     finally:
-        if task is not None:
+        if task is not None and not bar.finished:
             bar.stop()
