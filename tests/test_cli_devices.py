@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -172,6 +173,8 @@ def test_ctrl_c_while_kernels_are_compiled_is_not_lost(model: str, tmp_path: Pat
     done = script(
         "import os, signal, sys\n"
         "from numba.core.codegen import JITCodeLibrary\n"
+        "from strata_nb import cpu\n"
+        "cpu.physical_cores = lambda: 2\n"
         "hook, calls = JITCodeLibrary._object_compiled_hook, []\n"
         "def interrupted(module, buffer):\n"
         "    calls.append(1)\n"
@@ -185,8 +188,51 @@ def test_ctrl_c_while_kernels_are_compiled_is_not_lost(model: str, tmp_path: Pat
         STRATA_NB_CACHE_DIR=str(tmp_path),
     )
     assert done.returncode == 130
+    assert "in 2 processes" in done.stderr
     assert "Traceback" not in done.stderr
     assert "generated" not in done.stderr
+    assert not list(tmp_path.rglob("*.tmp*"))
+    assert processes_with(f"STRATA_NB_CACHE_DIR={tmp_path}") == []
+
+
+def processes_with(setting: str) -> list[str]:
+    """Return the processes of this machine, those of others left out, with an environment."""
+    found: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if setting.encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+    return found
+
+
+def test_a_first_start_in_several_processes_gives_what_later_ones_give(
+    model: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"  # as users write them: what it does, it does when imported
+    program.write_text(
+        "import sys\n"
+        "from strata_nb import Engine, Options, cpu\n"
+        "cpu.physical_cores = lambda: 2\n"
+        f"options = Options({model!r}, ctx_size=64)\n"
+        "with Engine.open(options, say=lambda line: print(line, file=sys.stderr)) as engine:\n"
+        "    print(engine.logits([1, 2, 3]).tobytes().hex())\n"
+    )
+    paths = os.pathsep.join(path for path in sys.path if path)
+    settings = {"PYTHONPATH": paths, "STRATA_NB_CACHE_DIR": str(tmp_path / "cache")}
+    first, second = (
+        subprocess.run(
+            [sys.executable, str(program)],
+            env={**os.environ, **settings},
+            capture_output=True,
+            check=True,
+            text=True,
+        )
+        for _ in range(2)
+    )
+    assert len(first.stdout) > 100
+    assert second.stdout == first.stdout
+    assert first.stderr.count("in 2 processes") == 1
+    assert second.stderr == ""
 
 
 @pytest.mark.parametrize("device", ["host", "host:1x64MiB"])

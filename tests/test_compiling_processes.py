@@ -108,14 +108,14 @@ def test_what_a_worker_took_and_did_not_do_is_compiled_here(
     workers: list[Any], compiled_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def takes_one(module: str, queue: int, report: int, task: bytes) -> Any:
-        return subprocess.Popen(
-            ["head", "-c", "1"], stdin=queue, stdout=subprocess.DEVNULL, pass_fds=(report,)
-        )
+        workers.append(subprocess.Popen(["head", "-c", "1"], stdin=queue, stdout=report))
+        return workers[-1]
 
     monkeypatch.setattr(compiling_processes, "_start", takes_one)
-    some = first_waits(lambda: None)
+    some = first_waits(lambda: wait_until(lambda: workers[0].poll() is not None))
     compile_together(some, 2, WORKER, b"")
-    assert all(one.is_on_disk() for one in some)
+    assert workers[0].returncode == 0
+    assert sorted(compiled_here) == [f"add_{number}" for number in range(COUNT)]
 
 
 def test_a_worker_that_says_nothing_is_not_waited_for_without_end(
