@@ -44,9 +44,10 @@ _MODEL = """\
   -m FILE, --model FILE        the model: a GGUF file (of a split one, any shard)"""
 
 _DEVICE = """\
-  --device TEXT                host (default, also auto): this machine; host:1x512MiB: a small
-                               device made of its memory, with slots for experts (in general
-                               host:NxSIZE[@CHUNK]);
+  --device TEXT                host (default, also auto): this machine, for which the first start
+                               compiles kernels, in a process for each core;
+                               host:1x512MiB: a small device made of its memory, with slots for
+                               experts (in general host:NxSIZE[@CHUNK]);
                                reference: the float32 judge, which has none of the flags on experts
   -c N, --ctx-size N           cells of the K/V cache (default: {context})
   -t N, --threads N            compute threads (default: physical cores within affinity and quota)

@@ -39,6 +39,9 @@ class Part(CPUDispatcher):  # type: ignore[misc]
             pipeline_class=_PartCompiler,
         )
 
+    def __call__(self, *_: Any) -> Any:
+        raise AssertionError(f"{self.py_func.__name__} is a part: only compiled functions call it")
+
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """Choose the version for these types; a constant is a number like others."""
         return super().get_call_template(tuple(unliteral(one) for one in args), kws)
@@ -71,7 +74,6 @@ class _PartLowering(NativeLowering):  # type: ignore[misc]
             lowered.fndesc.lookup_module(), name, name, 0, lowered.env, (library,)
         )
         context.insert_user_function(stand_in, lowered.fndesc, [library])
-        state.reload_init.extend(library._reload_init)
         state["cr"] = lowered._replace(cfunc=stand_in)
         return True
 
