@@ -42,12 +42,13 @@ def compile_together(
     module: str,
     request: bytes,
     progress: Progress | None = None,
-) -> None:
+) -> int:
     """Compile functions, those that take long first, in so many processes, of which this is one.
 
     module    of this package or of the caller, run as a worker: it calls `serve`
     request   tells the module which functions these are
 
+    Returns how many of the other processes could not be started or ended before their time.
     ConfigError if the machine code cannot be written to disk. Whatever happens, the workers have
     ended when this returns or raises.
     """
@@ -85,6 +86,10 @@ def compile_together(
             if not compiled:
                 break
             count(compiled)
+        if done < len(functions):
+            _end(workers)
+        # Where all is done, a worker may still be about to begin, and is not waited for.
+        statuses = [worker.poll() for worker in workers]
     finally:
         _end(workers)
         os.close(queue)
@@ -93,6 +98,7 @@ def compile_together(
         if not one.is_on_disk():
             one.made()
             count(1)
+    return processes - 1 - sum(status in (None, 0) for status in statuses)
 
 
 def _start(module: str, queue: int, report: int, task: bytes) -> subprocess.Popen[bytes]:
@@ -104,7 +110,7 @@ def _start(module: str, queue: int, report: int, task: bytes) -> subprocess.Pope
         pass_fds=(queue, report),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=None if os.environ.get("STRATA_NB_DEBUG") == "1" else subprocess.DEVNULL,
         bufsize=0,
         process_group=0,  # Ctrl-C goes to this process, which ends the worker
     )
@@ -153,6 +159,7 @@ def serve(find: Callable[[bytes], Iterable[Compiled]]) -> None:
     while number := os.read(queue, 1):
         functions[names[number[0]]].made()
         os.write(report, b".")
+    os._exit(0)  # at once: the parent waits, and nothing is left to be tidied up
 
 
 def _read(size: int) -> bytes:

@@ -85,7 +85,8 @@ def test_a_process_compiles_what_another_one_does_not_come_to(
 ) -> None:
     some = first_waits(lambda: wait_until(lambda: all(one.is_on_disk() for one in some[1:])))
     told: list[tuple[int, int]] = []
-    compile_together(some, 2, WORKER, b"", lambda done, total: told.append((done, total)))
+    failed = compile_together(some, 2, WORKER, b"", lambda done, total: told.append((done, total)))
+    assert failed == 0
     assert compiled_here == ["add_0"]
     assert [worker.returncode for worker in workers] == [0]
     assert told[0] == (0, COUNT)
@@ -98,8 +99,8 @@ def test_a_process_compiles_what_another_one_does_not_come_to(
 def test_what_a_worker_that_ended_has_left_is_compiled_here(
     workers: list[Any], compiled_here: list[str], request_: bytes
 ) -> None:
-    some = functions()
-    compile_together(some, 2, WORKER, request_)
+    some = first_waits(lambda: wait_until(lambda: workers[0].poll() is not None))
+    assert compile_together(some, 2, WORKER, request_) == 1
     assert compiled_here == [f"add_{number}" for number in range(COUNT)]
     assert workers[0].returncode != 0
 
@@ -113,8 +114,7 @@ def test_what_a_worker_took_and_did_not_do_is_compiled_here(
 
     monkeypatch.setattr(compiling_processes, "_start", takes_one)
     some = first_waits(lambda: wait_until(lambda: workers[0].poll() is not None))
-    compile_together(some, 2, WORKER, b"")
-    assert workers[0].returncode == 0
+    assert compile_together(some, 2, WORKER, b"") == 0
     assert sorted(compiled_here) == [f"add_{number}" for number in range(COUNT)]
 
 
@@ -189,8 +189,16 @@ def is_running(process: int) -> bool:
 
 
 def test_one_process_starts_no_other(workers: list[Any]) -> None:
-    compile_together(functions(), 1, WORKER, b"")
+    assert compile_together(functions(), 1, WORKER, b"") == 0
     assert workers == []
+
+
+def test_where_no_process_can_be_started_this_one_does_all(
+    monkeypatch: pytest.MonkeyPatch, compiled_here: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/none/python")
+    assert compile_together(functions(), 3, WORKER, b"") == 2
+    assert len(compiled_here) == COUNT
 
 
 # -- the kernels of programs -----------------------------------------------------------------------

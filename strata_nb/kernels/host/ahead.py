@@ -45,7 +45,12 @@ def compile_ahead(
     together = f", in {processes} processes" if processes > 1 else ""
     kernels = "1 kernel" if len(missing) == 1 else f"{len(missing)} kernels"
     say(f"compiling {kernels} for this processor, once{together}: up to half a minute")
-    compile_together(missing, processes, _MODULE, pickle.dumps(launches), progress)
+    failed = compile_together(missing, processes, _MODULE, pickle.dumps(launches), progress)
+    if failed:
+        say(
+            f"{failed} of {processes} processes that compile did not do their part, which the "
+            "others did; STRATA_NB_DEBUG=1 shows what they say"
+        )
 
 
 def _processes(functions: int) -> int:
