@@ -290,14 +290,16 @@ def _mix(kind: str, value_length: int, queries: int) -> Callable[..., None]:
     one = made(_MIX_ONE_TEXT, "chunk(values, cell, number, scale)")
     last_one = made(_MIX_ONE_TEXT, "tail(values, cell, scale)")
     whole, rest = divmod(value_length, LANES)
-    fours = whole // 4
+    fours, ones = divmod(whole, 4)
 
     @helper
     def mix(states: int, values: int, ahead: int, weights: int, first: int, last: int) -> None:
-        for group in range(fours):
-            four(states, values, ahead, weights, first, last, group)
-        for number in range(4 * fours, whole):
-            one(states, values, ahead, weights, first, last, number)
+        if fours:  # Numba compiles what is called in a loop, but not what `if 0` leaves out
+            for group in range(fours):
+                four(states, values, ahead, weights, first, last, group)
+        if ones:
+            for number in range(4 * fours, whole):
+                one(states, values, ahead, weights, first, last, number)
         if rest:
             last_one(states, values, ahead, weights, first, last, whole)
 
