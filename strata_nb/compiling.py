@@ -67,6 +67,10 @@ class Compiled:
         """Return whether the machine code is in the cache already."""
         return (cache_folder() / f"{self.name}.1.nbc").exists()
 
+    def is_at_hand(self) -> bool:
+        """Return whether nothing is left to compile: it is in this process, or on disk."""
+        return self._made is not None or self.is_on_disk()
+
     def made(self) -> Function:
         """Return the compiled function, without the lock on the way of every call.
 

@@ -30,14 +30,14 @@ def compile_ahead(
     progress: Progress | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> None:
-    """Compile what programs launch and what loading needs, unless it is on disk.
+    """Compile what programs launch and what loading needs, unless it is at hand.
 
     `progress` is told of functions compiled, `say` of the wait. Addresses in the programs are not
     looked at. ConfigError if the machine code cannot be written to disk.
     """
     launches = _first_of_each(launch for program in programs for launch in program)
     functions = {one.name: one for one in _functions(launches)}
-    missing = [one for one in functions.values() if not one.is_on_disk()]
+    missing = [one for one in functions.values() if not one.is_at_hand()]
     if not missing:
         return
     missing.sort(key=_rank)
