@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch  # type: ignore[import-not-found]
+import torch
 import transformers  # type: ignore[import-not-found]
 from docopt import docopt
 from oracle_models import (
