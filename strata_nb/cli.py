@@ -38,10 +38,17 @@ Commands:
   info        show what is in a model file and what would fit where
   perplexity  measure how well a model predicts a text, or compare two runs
   devices     show on what models can run here
+
+`strata_nb generate` alone writes a story, with a small model that comes with strata_nb.
 """
 
 _MODEL = """\
-  -m FILE, --model FILE        the model: a GGUF file (of a split one, any shard)"""
+  -m FILE, --model FILE        the model: a GGUF file (of a split one, any shard){default}"""
+_ANY_MODEL = _MODEL.format(
+    default="""; default: the story
+                               model that comes with strata_nb"""
+)
+_MODEL_THAT_ANSWERS = _MODEL.format(default="")
 
 _DEVICE = """\
   --device TEXT                host (default, also auto): this machine, for which the first start
@@ -59,7 +66,8 @@ _DEVICE = """\
                                all that there is room for), a number, N% of all, NMiB or NGiB
   --vram-reserve-mib N         MiB of the device that stay free for others (default 0)
   --expert-profile FILE        fill the slots at the start in the order of this file; without slots
-                               it is only what --expert-profile-save goes on with
+                               it is only what --expert-profile-save goes on with (default: of the
+                               story model its own; none: of no file)
   --expert-profile-save FILE   write which experts were used most, for the next start
   --routing-trace FILE         write the experts of every token that is read: int16 .npy (tokens,
                                layers, top-k)
@@ -90,6 +98,7 @@ _OUTPUT = """\
 
 GENERATE_USAGE = f"""\
 Write text that continues a prompt. The text goes to stdout, everything else to stderr.
+With neither a prompt nor a model, write a story.
 
 Usage:
   strata_nb generate [options] [--stop TEXT]... [--] [PROMPT]
@@ -98,13 +107,17 @@ The prompt is continued as it stands. With --system, --chat-template or --chat-t
 user's message instead, put into the chat template, and the answer is written.
 
 Options:
-{_MODEL}
+{_ANY_MODEL}
   -p TEXT, --prompt TEXT       the prompt (or as the first word that is no flag)
   -f FILE, --file FILE         read the prompt from FILE, - is stdin; one newline at the end is cut
+  --echo                       write the prompt before what continues it (default: to a terminal; of
+                               a prompt that was not given, always)
+  --no-echo                    write only what continues the prompt
   --parse-special              read control tokens such as <|im_end|> in the prompt as tokens
   --system TEXT                answer the prompt as a chat with this system message
 {_TEMPLATE}
-  -n N, --max-tokens N         tokens to write at most; -1: until the model ends (default 256)
+  -n N, --max-tokens N         tokens to write at most; -1: until the model ends (default 256, of
+                               the story model -1)
   --stop TEXT                  end before TEXT appears; may be given several times
   --ignore-eos                 never end at the model's own end; the repeat guard is off too
 {_SAMPLING}
@@ -119,7 +132,7 @@ Usage:
   strata_nb chat [options] [--stop TEXT]...
 
 Options:
-{_MODEL}
+{_MODEL_THAT_ANSWERS}
   --system TEXT                the system message
 {_TEMPLATE}
   -n N, --max-tokens N         tokens of an answer at most; -1: until the model ends (default -1)
@@ -137,7 +150,7 @@ Usage:
   strata_nb tokenize [options] [--] [TEXT]
 
 Options:
-{_MODEL}
+{_ANY_MODEL}
   -p TEXT, --prompt TEXT       the text (or as the first word that is no flag)
   -f FILE, --file FILE         read the text from FILE as it stands, - is stdin
   --ids                        print the ids alone, on one line
@@ -153,7 +166,7 @@ Usage:
   strata_nb info [options] [--] [FILE]
 
 Options:
-{_MODEL}
+{_ANY_MODEL}
   -c N, --ctx-size N           cells of the K/V in the sum (default: the model's, at most 8192)
   --ctk TYPE, --cache-type-k TYPE  how keys are stored in the sum: f32, f16 or int8 (default f16)
   --ctv TYPE, --cache-type-v TYPE  how values are stored in the sum (default f16)
@@ -172,7 +185,7 @@ Usage:
 The text is read in chunks of --ctx-size tokens; the second half of each chunk is scored.
 
 Options:
-{_MODEL}
+{_ANY_MODEL}
   -f FILE, --file FILE         the text, - is stdin
   --save-logits FILE           write the logits of this run to FILE, for --kl-base of another run
   --kl-base FILE               compare with the run that wrote FILE: KL divergence, best tokens

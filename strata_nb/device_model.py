@@ -226,20 +226,21 @@ class DeviceModel:
 
     def _read_files(self, options: Options, model: Description) -> None:
         """Read the profile that is given, and begin the trace that is asked for."""
+        profile = options.profile_path()
         asked = [
-            (options.expert_profile, "--expert-profile"),
+            (profile, "--expert-profile"),
             (options.expert_profile_save, "--expert-profile-save"),
             (options.routing_trace, "--routing-trace"),
         ]
         for value, flag in asked:
             if value is not None and not model.experts:
                 raise ConfigError(f"{flag} {value}: this model has no experts", hint="leave it out")
-        if options.expert_profile is not None:
+        if profile is not None:
             try:
-                self._prior = load_profile(options.expert_profile, model.layers, model.experts)
+                self._prior = load_profile(profile, model.layers, model.experts)
             except OSError as error:
                 raise ConfigError(
-                    f"--expert-profile {options.expert_profile}: {error.strerror}",
+                    f"--expert-profile {profile}: {error.strerror}",
                     hint="check the name and the permissions",
                 ) from error
         if options.routing_trace is not None:

@@ -68,6 +68,7 @@ class Engine:
     ctx_size         cells of a session's K/V; `prefill_rows` of a prompt batch
     load_s           seconds that opening took
     warnings         one line each, for the user
+    expert_profile   the file that ranked its experts at the start, None where there was none
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Engine:
             )
         prefill = options.prefill if isinstance(options.prefill, int) else DEFAULT_PREFILL_ROWS
         self.prefill_rows = min(prefill, self.ctx_size)
+        self.expert_profile = options.profile_path()
         self._on_device: DeviceModel | None = None
         self._model: StepModel
         if self.device == REFERENCE:
@@ -113,7 +115,7 @@ class Engine:
         self, file: GGUFFile, options: Options, progress: Progress | None
     ) -> ReferenceSteps:
         for value, flag in (
-            (options.expert_profile, "--expert-profile"),
+            (options.profile_path(), "--expert-profile"),
             (options.expert_profile_save, "--expert-profile-save"),
             (options.routing_trace, "--routing-trace"),
             (None if options.expert_cache == "auto" else options.expert_cache, "--expert-cache"),
@@ -171,25 +173,27 @@ class Engine:
     @classmethod
     def open(
         cls,
-        options: Options,
+        options: Options | None = None,
         *,
         progress: Progress | None = None,
         compiling: Progress | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Engine:
-        """Open the model that `options` names.
+        """Open the model that `options` names; without options, the story model of the package.
 
         `progress` is called with (bytes done, bytes in all); `compiling`, at a first start, with
         (kernels done, kernels in all); `say` with lines about that, and later about what happens to
         memory. Raises FileFormatError for a file that cannot be used, ConfigError for options that
         do not fit it; then nothing stays open.
         """
+        if options is None:
+            options = Options()
         if not isinstance(options, Options):
             raise ConfigError(
                 f"{options!r}: not Options", hint="Engine.open(Options(model='model.gguf'))"
             )
         with ExitStack() as resources:
-            file = resources.enter_context(GGUFFile.open(options.model))
+            file = resources.enter_context(GGUFFile.open(options.model_path()))
             return cls(options, file, progress, compiling, say, resources)
 
     def encode(

@@ -12,9 +12,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from strata_nb import story_model
 from strata_nb.errors import ConfigError
 
 REFERENCE = "reference"
+NO_PROFILE = "none"  # in place of a file
 _EXPERT_CACHE = re.compile(r"(\d{1,12})|(\d{1,9}(?:\.\d{1,9})?)(%|MiB|GiB)", re.ASCII)
 DEFAULT_CONTEXT_LIMIT = 8192  # cells, where neither the user nor the model asks for less
 DEFAULT_PREFILL_ROWS = 512  # rows of a prompt batch under `--prefill auto`
@@ -76,7 +78,8 @@ def _check_device(device: object) -> None:
 class Options:
     """Choose the model, the device and the sizes.
 
-    model           path of a GGUF file (of a split one, any shard)
+    model           path of a GGUF file (of a split one, any shard); None: the small story model
+                    that comes with the package
     device          "host": this machine, the experts read where they are; "host:1x512MiB": a small
                     device made of its memory, with slots for experts; "reference": the float32
                     judge; "auto": host
@@ -92,11 +95,12 @@ class Options:
     deterministic   a row's bits depend on its own tokens alone: not on how a prompt is cut, on the
                     number of threads, or on which experts are resident. The host always computes so
     expert_profile, expert_profile_save   files that rank experts by use: read to fill slots at the
-                    start, and written at the end
+                    start, and written at the end. No profile is read for None, but of the story
+                    model its own; "none" reads none of any model
     routing_trace   file that gets the experts of every token
     """
 
-    model: str | os.PathLike[str]
+    model: str | os.PathLike[str] | None = None
     device: str = "auto"
     ctx_size: int | None = None
     threads: int | None = None
@@ -111,9 +115,9 @@ class Options:
     routing_trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, (str, os.PathLike)) or not os.fspath(self.model):
-            raise _refuse("--model", self.model, "the path of a GGUF file")
-        object.__setattr__(self, "model", Path(self.model))
+        if self.model is not None:
+            _check_path("--model", self.model)
+            object.__setattr__(self, "model", Path(self.model))
         _check_device(self.device)
         if self.ctx_size is not None:
             _check_integer(
@@ -139,6 +143,22 @@ class Options:
         _check_path("--routing-trace", self.routing_trace)
         _check_cache_type("--cache-type-k", self.cache_type_k)
         _check_cache_type("--cache-type-v", self.cache_type_v)
+
+    def model_path(self) -> Path:
+        """Return the file of the model; ConfigError where the story model is not there."""
+        return story_model.model_path() if self.model is None else Path(self.model)
+
+    def profile_path(self) -> Path | None:
+        """Return the profile to read, None for none; of the reference device only a given one.
+
+        ConfigError where the story model's own is missing.
+        """
+        if self.expert_profile is not None:
+            given = os.fspath(self.expert_profile)
+            return None if given == NO_PROFILE else Path(given)
+        if self.model is not None or self.device == REFERENCE:
+            return None
+        return story_model.profile_path()
 
 
 @dataclass(frozen=True, slots=True)

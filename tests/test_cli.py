@@ -65,6 +65,13 @@ def test_the_prompt_may_come_from_a_word_a_flag_a_file_or_stdin(
     assert len(outputs) == 1
 
 
+def test_the_prompt_is_written_first_where_asked(run: Console, model: str) -> None:
+    flags = ["generate", "-m", model, "hello", "--temp", "0", "-n", "9"]
+    assert run(*flags, "--echo")[1] == "hello" + run(*flags)[1]
+    assert run(*flags, "--no-echo")[1] == run(*flags)[1]
+    assert run("generate", "-m", model, "hello", "-n", "0", "--echo")[1] == "hello\n"
+
+
 def test_a_stop_string_ends_the_answer_before_it(run: Console, model: str) -> None:
     flags = ["generate", "-m", model, "hello", "--temp", "0", "-n", "9"]
     whole = run(*flags)[1]
@@ -188,14 +195,15 @@ def test_tokenize_shows_a_line_per_token_or_the_ids(run: Console, model: str) ->
             "--parse-special",
         ),
         (["--model"], "unknown flag"),
-        (["generate"], "no prompt given"),
-        (["generate", "x"], "no model given"),
+        (["generate", "-m", "none.gguf"], "no prompt given"),
+        (["generate", "x", "-m", "none.gguf", "--echo", "--no-echo"], "both given"),
+        (["generate", "x", "-m", "none.gguf", "--system", "y", "--echo"], "--echo"),
         (["generate", "x", "-m", ""], "empty file name"),
         (["generate", "x", "-m", "none.gguf"], "does not exist"),
         (["generate", "x", "-m", "none.gguf", "--temp", "-1"], "--temp -1"),
         (["generate", "x", "-m", "none.gguf", "-n", "-2"], "--max-tokens -2"),
         (["generate", "x", "-m", "none.gguf", "--stats-json", "no/such/folder"], "--stats-json"),
-        (["info"], "info needs one file"),
+        (["info", "a", "-m", "b"], "info takes one file"),
         (["perplexity", "-m", "x"], "no text given"),
         (["tokenize", "-m", "x"], "no text given"),
     ],
@@ -443,15 +451,15 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def on_a_terminal(words: list[str], keys: bytes) -> bytes:
-    """Run a command with stdin and stderr on a terminal and return what the terminal shows."""
+def on_a_terminal(words: list[str], keys: bytes, *, whole: bool = False, **environ: str) -> bytes:
+    """Return what a terminal shows of a command: what goes to stderr, and to stdout if `whole`."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "strata_nb", *words],
         stdin=slave,
-        stdout=subprocess.DEVNULL,
+        stdout=slave if whole else subprocess.DEVNULL,
         stderr=slave,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", **environ},
     )
     os.close(slave)
     os.write(master, keys)
@@ -472,6 +480,18 @@ def test_a_terminal_shows_progress_and_a_pipe_does_not(model: str) -> None:
     _, err = start(*words).communicate(timeout=60)
     assert b"\x1b" not in err
     assert b"loading" not in err
+
+
+def test_a_terminal_shows_the_prompt_and_what_continues_it_unless_told_not_to(model: str) -> None:
+    words = ["generate", "-m", model, "-p", "hello there", "-n", "3", "--temp", "0"]
+    assert b"\x1b[2mhello there\x1b[0m" in on_a_terminal(words, b"", whole=True)
+    plain = on_a_terminal(words, b"", whole=True, NO_COLOR="1")
+    assert b"hello there" in plain
+    assert b"\x1b[2m" not in plain
+    assert b"hello there" not in on_a_terminal([*words, "--no-echo"], b"", whole=True)
+    assert b"hello there" not in on_a_terminal(words, b"")
+    answer = [*words, "--chat-template", CHATML]  # which continues nothing
+    assert b"hello there" not in on_a_terminal(answer, b"", whole=True)
 
 
 def test_chat_on_a_terminal_prompts_and_goes_on_after_a_message_that_does_not_fit(

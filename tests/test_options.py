@@ -57,7 +57,7 @@ REFUSED_SAMPLING: list[tuple[str, Any]] = [
     *(("seed", value) for value in (-1, MAX_SEED + 1, 1.0, "1", True)),
 ]
 REFUSED_OPTIONS: list[tuple[str, Any]] = [
-    *(("model", value) for value in ("", None, 5)),
+    *(("model", value) for value in ("", 5)),
     *(("device", value) for value in ("", "cuda:99", "Reference", "reference:1", "host:", None)),
     *(
         ("expert_cache", value)
@@ -95,10 +95,10 @@ def test_the_sampling_defaults_are_those_of_llama_cpp() -> None:
     )
 
 
-def test_options_leave_every_choice_but_the_model_to_the_engine() -> None:
-    options = Options("m.gguf")
+def test_options_leave_every_choice_to_the_engine() -> None:
+    options = Options()
     assert {field.name: getattr(options, field.name) for field in fields(options)} == {
-        "model": Path("m.gguf"),
+        "model": None,
         "device": "auto",
         "ctx_size": None,
         "threads": None,
@@ -112,6 +112,15 @@ def test_options_leave_every_choice_but_the_model_to_the_engine() -> None:
         "expert_profile_save": None,
         "routing_trace": None,
     }
+
+
+def test_a_named_model_is_a_path_and_has_no_profile_but_a_given_one() -> None:
+    options = Options("m.gguf")
+    assert options.model == options.model_path() == Path("m.gguf")
+    assert options.profile_path() is None
+    assert replace(options, expert_profile="p").profile_path() == Path("p")
+    assert replace(options, expert_profile="none").profile_path() is None
+    assert replace(options, expert_profile="./none").profile_path() == Path("none")
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED_SAMPLING)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from strata_nb.commands.arguments import Arguments
 from strata_nb.commands.figures import Figures, write_json
-from strata_nb.commands.terminal import note, progress_bar
+from strata_nb.commands.terminal import dimmed, note, progress_bar
 from strata_nb.engine import Engine, Generation, Session
 from strata_nb.errors import ConfigError
 from strata_nb.sampling import StopStrings
@@ -79,12 +79,16 @@ def read_prompt(session: Session, ids: list[int], figures: Figures, verbose: boo
         note(f"read {len(ids)} prompt tokens in {took:.2f} s")
 
 
-def write_answer(generation: Generation, figures: Figures, prompt_s: float) -> str:
+def write_answer(
+    generation: Generation, figures: Figures, prompt_s: float, before: str = ""
+) -> str:
     """Write the tokens of `generation` to stdout as they come and return the whole text.
 
-    A newline follows an answer that does not end in one.
+    `before` is what they continue, written before them. A newline follows unless there is one.
     """
     text = ""
+    sys.stdout.write(dimmed(before))
+    sys.stdout.flush()
     try:
         for token in generation:
             text += token.text
@@ -92,7 +96,7 @@ def write_answer(generation: Generation, figures: Figures, prompt_s: float) -> s
             sys.stdout.flush()
     finally:
         figures.add_answer(generation, prompt_s)
-        if text and not text.endswith("\n"):
+        if (before + text)[-1:] not in ("", "\n"):
             sys.stdout.write("\n")
         sys.stdout.flush()
     if generation.finish in _FINISH_NOTES:

@@ -197,14 +197,11 @@ def _given(**fields: object) -> dict[str, Any]:
 
 def options_from(arguments: Arguments, model: str | None = None) -> Options:
     """Return the Options that the flags of `arguments` ask for; `model` stands in for --model."""
-    model = model or arguments.path("--model")
-    if model is None:
-        raise ConfigError("no model given", hint="-m FILE names a GGUF file")
     prefill: int | str | None = None
     if arguments.text("--prefill") != "auto":
         prefill = arguments.integer("--prefill")
     return Options(
-        model,
+        model or arguments.path("--model"),
         **_given(
             device=arguments.text("--device"),
             ctx_size=arguments.integer("--ctx-size"),

@@ -20,7 +20,11 @@ from strata_nb.commands.answer import (
 )
 from strata_nb.commands.arguments import Arguments, sampling_from
 from strata_nb.commands.figures import Figures
-from strata_nb.commands.opening import TemplateChoice, open_engine
+from strata_nb.commands.opening import (
+    TemplateChoice,
+    open_engine,
+    refuse_to_answer_with_the_story_model,
+)
 from strata_nb.commands.output_files import output_file
 from strata_nb.commands.terminal import note, warn
 from strata_nb.engine import Session
@@ -62,6 +66,7 @@ def _check_utf8(line: str) -> None:
 
 def run(arguments: Arguments) -> int:
     """Run the command; returns 0 when the input ends."""
+    refuse_to_answer_with_the_story_model(arguments, "chat")
     sampling = sampling_from(arguments)
     max_tokens = max_tokens_from(arguments, None)
     stops = stops_from(arguments)

@@ -103,6 +103,8 @@ def device_lines(engine: Engine) -> list[str]:
         parts.append(f"K/V {sizes['kv']} for {device.kv_cells:,} cells")
         if device.slots:
             parts.append(f"{device.slots:,} slots for {experts:,} experts {sizes['experts']}")
+            if engine.expert_profile is not None:
+                parts.append(f"profile {engine.expert_profile.name}")
         elif experts:
             parts.append(f"{experts:,} experts read in place")
         if device.free_bytes is not None:

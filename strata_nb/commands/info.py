@@ -39,7 +39,7 @@ def run(arguments: Arguments) -> int:
     if card is not None and card < MIB:
         raise ConfigError(f"--vram {card} bytes: not a card", hint="write --vram 12GiB, say")
     lines: list[str] = []
-    with GGUFFile.open(options.model) as file:
+    with GGUFFile.open(options.model_path()) as file:
         lines += file_lines(file)
         if arguments.flag("--keys"):
             lines += (f"  {key} = {_value(value)}" for key, value in file.metadata.items())
@@ -63,8 +63,8 @@ def _options(arguments: Arguments) -> Options:
         name, flag = arguments.path("FILE"), arguments.path("--model")
     except ConfigError as error:  # an empty name
         raise ConfigError(error.message, hint=usage) from None
-    if (name is None) == (flag is None):
-        raise ConfigError("info needs one file", hint=usage)
+    if name is not None and flag is not None:
+        raise ConfigError("info takes one file", hint=usage)
     return options_from(arguments, model=name or flag)
 
 

@@ -49,6 +49,15 @@ def open_engine(arguments: Arguments, ctx_size: int | None = None) -> Iterator[E
             yield engine
 
 
+def refuse_to_answer_with_the_story_model(arguments: Arguments, asked: str) -> None:
+    """Refuse `asked`, which takes a model that answers, where no flag names a model."""
+    if arguments.path("--model") is None:
+        raise ConfigError(
+            f"{asked}: the model that comes with strata_nb continues stories and cannot answer",
+            hint="-m FILE names one that can",
+        )
+
+
 @dataclass(frozen=True)
 class TemplateChoice:
     """Hold what the flags say about the chat template, read before the model is loaded."""

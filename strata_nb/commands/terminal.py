@@ -6,6 +6,7 @@ message says depends on colour. rich is imported only when a bar is drawn.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,12 @@ def note(text: str) -> None:
 def warn(text: str) -> None:
     """Write one warning line to stderr."""
     note(f"warning: {text}")
+
+
+def dimmed(text: str) -> str:
+    """Return `text` so that a terminal on stdout shows it dim; unchanged for all others."""
+    plain = not sys.stdout.isatty() or os.environ.get("TERM") == "dumb" or "NO_COLOR" in os.environ
+    return text if plain or not text else f"\x1b[2m{text}\x1b[0m"
 
 
 @contextmanager

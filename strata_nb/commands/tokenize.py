@@ -14,7 +14,7 @@ def run(arguments: Arguments) -> int:
     text = text_from(arguments, "TEXT")
     if text is None:
         raise ConfigError("no text given", hint='-p "TEXT", -f FILE, or -f - for stdin')
-    with GGUFFile.open(options_from(arguments).model) as file:
+    with GGUFFile.open(options_from(arguments).model_path()) as file:
         tokenizer = Tokenizer.from_gguf(file)
     for warning in tokenizer.warnings:
         warn(warning)
