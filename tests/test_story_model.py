@@ -1,4 +1,4 @@
-"""The model that comes with the package: what it is, that it writes stories, what its profile does."""
+"""The model that comes with the package: what it is, that it writes, what its profile does."""
 
 from __future__ import annotations
 
