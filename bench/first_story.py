@@ -1,4 +1,4 @@
-"""Time the first command of a newcomer: a story of the model of the package, from a shell to its end.
+"""Time the first command of a newcomer: a story of the package's model, from the shell to its end.
 
 Usage:
   first_story.py [--rounds=N]

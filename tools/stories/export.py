@@ -27,8 +27,8 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType, qua
 
 DESCRIPTION = (
     "Little stories for children, with a beginning, a wish and an end. Trained from scratch for "
-    "strata_nb on stories whose main sentences come from hand-written plots and whose other "
-    "sentences were sampled from SmolLM2-135M-Instruct (Apache-2.0); the recipe is tools/stories."
+    "strata_nb on stories drawn from plots that were written by hand; the recipe, the plots and "
+    "their licence are in its tools/stories."
 )
 KEPT_F32 = ("norm", "ffn_gate_inp")
 
