@@ -158,7 +158,7 @@ class DeviceModel:
             sizes.kv, context=ctx_size, sequences=SEQUENCES, driver=driver, stream=stream
         )
         self.arena = ExpertArena(
-            sizes.slots, host, max_slots=plan.slots, driver=driver, stream=stream
+            sizes.slots, host, max_slots=plan.most_slots, driver=driver, stream=stream
         )
         self.ledger = Ledger(driver, device, plan, self.kv, self.arena, say=say)
         undo.callback(self.ledger.close)

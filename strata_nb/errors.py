@@ -74,8 +74,9 @@ class UnsupportedDevice(StrataError):
 class DriverError(StrataError):
     """Report a driver call that failed.
 
-    `call` is the operation, `code` and `name` are the driver's answer, `device` is where (None
-    where the call concerns no device), `numbers` are the sizes and addresses that were asked for.
+    `call` is the operation, `code` and `name` are the driver's answer (0 where it was not asked),
+    `device` is where (None where the call concerns no device), `numbers` are the sizes and
+    addresses that were asked for.
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class DriverError(StrataError):
             f", {key} {value:#x}" if key.endswith("address") else f", {key} {value:,}"
             for key, value in self.numbers.items()
         )
-        super().__init__(f"{call}{place}: {name} (code {code}){figures}", hint=hint)
+        answer = f"{name} (code {code})" if code else name
+        super().__init__(f"{call}{place}: {answer}{figures}", hint=hint)
 
 
 class OutOfDeviceMemory(DriverError, MemoryError):

@@ -4,26 +4,32 @@
 
 The capacity is a number of chunks, fixed when the ledger is made; *given back* is the part of it
 that the system has. Opening is therefore the first of many changes, all of one kind: `carry_out`
-takes the `Holdings` that shall be and moves chunks until they are, or leaves all as it was. The
-plan is a pure function and the change is a transaction, and nothing else moves memory.
+takes the `Holdings` that shall be and moves chunks until they are, or leaves all as it was. What is
+asked for (`grow_kv`, `set_reserve`, `lend`, ...) becomes `Holdings` by a pure function of
+requests.py, so the pairs of requests need no code of their own, and nothing else moves memory.
 
-Order of a change [8]: acquire, publish what shrinks, drain, unmap, map, publish what grew, and
-release to the system last, for that cannot be undone. One thread makes changes, between steps [17].
-Rejected: an operation for each kind of request, whose pairs would all have to be proved.
+Order of a change [8]: acquire, copy what is worth keeping out of what shrinks, publish, drain,
+unmap, map, publish what grew, and release to the system last, for that cannot be undone. One thread
+makes changes, between steps [17]. Rejected: an operation for each kind of request, whose pairs
+would all have to be proved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from strata_nb.cache import requests
 from strata_nb.cache.experts import ExpertArena
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.cache.plan import Holdings, Plan
+from strata_nb.cache.requests import Situation
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
 from strata_nb.vmm import ChunkPool, MemoryDriver, Range
+
+RESERVE_ROUNDS = 4  # of giving and looking again, where others take memory at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,30 @@ class Report:
     bytes_by_owner: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Say what a request did.
+
+    request          its name: that of the ledger's method
+    before, after    what each owner held
+    slots, resident  expert slots that there are now, and how many hold an expert
+    slots_before     that there were
+    moved, filled    experts that moved to other slots, and that came from the host's memory
+    error            why nothing, or not all, was done; empty where all went well
+    """
+
+    device: int
+    request: str
+    before: Holdings
+    after: Holdings
+    slots_before: int
+    slots: int
+    resident: int
+    moved: int = 0
+    filled: int = 0
+    error: str = ""
+
+
 class Tenant(Protocol):
     """Use the memory of a range that a ledger maps."""
 
@@ -72,6 +102,10 @@ class Ledger:
     Making one takes no memory; `open` does. `close` may be called at any time, also after an `open`
     that failed, and again: what it could not free it still owns. Every failure of a change leaves
     valid tables and a balanced account.
+
+    reserve_bytes   that requests leave free on the device; `set_reserve` changes it
+    announce        called with every `Change` that was asked for, also those that failed; it must
+                    not call the ledger
     """
 
     def __init__(
@@ -83,7 +117,10 @@ class Ledger:
         experts: ExpertArena,
         *,
         say: Callable[[str], None],
+        announce: Callable[[Change], None] = lambda change: None,
     ) -> None:
+        self.reserve_bytes = plan.needs.reserve_bytes
+        self.announce = announce
         self.device = device
         self.plan = plan
         self.kv = kv
@@ -93,6 +130,7 @@ class Ledger:
         self._pool = ChunkPool(driver, device, plan.chunk_bytes, say=say)
         self._ranges: dict[str, Range] = {}  # "kv" and "experts", while they are open
         self._loan = 0
+        self._moved = 0  # experts, in all changes so far
         self._lost: DeviceLost | None = None
 
     def open(self) -> None:
@@ -103,7 +141,7 @@ class Ledger:
         try:
             self._reserve("kv", self.plan.kv_chunks, self.kv)
             self._reserve("experts", self.plan.arena_chunks, self.experts)
-            self.carry_out(self.plan.start)
+            self._ask("open", lambda: self.plan.start)
         except DriverError as error:
             try:
                 self.close()
@@ -114,9 +152,9 @@ class Ledger:
     def carry_out(self, wanted: Holdings) -> None:
         """Move chunks until every owner holds what is wanted, or leave all as it was.
 
-        Experts in slots that are lost are read in place afterwards; K/V blocks behind a smaller
-        K/V must be free. Raises DriverError. Addresses and K/V are then as before; experts may
-        have lost their slots, and what could not even be undone is said.
+        Of the experts the coldest leave, and are read in place afterwards; K/V blocks that are held
+        must fit in a smaller K/V. Raises DriverError. Addresses and K/V are then as before; experts
+        may have lost their slots, and what could not even be undone is said.
         """
         if self._lost is not None:
             raise self._lost
@@ -130,6 +168,132 @@ class Ledger:
             self._lost = error
             raise
         self._check_account()
+
+    # Requests. Each raises DriverError, then all is as it was but for residency; where a device has
+    # not what is asked for, OutOfDeviceMemory.
+
+    def grow_kv(self, least_blocks: int, wanted_blocks: int) -> Change:
+        """Make room for `wanted_blocks` K/V blocks or for as many as can be, at least the least."""
+        return self._ask(
+            "grow_kv", lambda: requests.grow_kv(self._now(), least_blocks, wanted_blocks)
+        )
+
+    def trim_kv(self, blocks: int) -> Change:
+        """Keep room for `blocks` K/V blocks, and for all that are held; experts get the rest."""
+        return self._ask("trim_kv", lambda: requests.trim_kv(self._now(), blocks), refill=True)
+
+    def set_reserve(self, reserve_bytes: int) -> Change:
+        """Leave so much of the device free for others, or what can be; experts get what is more.
+
+        The arena keeps a slot a layer, and the K/V what it began with and what is held. What is
+        really free is read again after giving, because others take memory too [13].
+        """
+        earlier, self.reserve_bytes = self.reserve_bytes, reserve_bytes
+        try:
+            changes = [
+                self._ask("set_reserve", lambda: requests.take_back(self._now()), refill=True)
+            ]
+            for _ in range(RESERVE_ROUNDS):
+                held = self.holdings()
+                changes.append(self._ask("set_reserve", self._what_is_short))
+                if changes[-1].after == held:
+                    break
+        except DriverError:
+            self.reserve_bytes = earlier
+            raise
+        first, last = changes[0], changes[-1]
+        moved = sum(change.moved for change in changes)
+        return replace(
+            last,
+            before=first.before,
+            slots_before=first.slots_before,
+            moved=moved,
+            filled=first.filled,
+        )
+
+    def prepare(self, chunks: int) -> Change:
+        """Have up to `chunks` spare chunks, so that the next growth of the K/V only maps."""
+        return self._ask("prepare", lambda: requests.prepare(self._now(), chunks))
+
+    def lend(self, chunks: int) -> tuple[int, int]:
+        """Lend the arena's last chunks until `end_loan`; returns their address and size."""
+        self._ask("lend", lambda: requests.lend(self._now(), chunks))
+        return self.loan()
+
+    def end_loan(self) -> Change:
+        """Give the arena back what was lent."""
+        return self._ask("end_loan", lambda: requests.end_loan(self._now()), refill=True)
+
+    def attach(self, chunks: int) -> Change:
+        """Give a device that helps another one an arena of up to `chunks` chunks."""
+        return self._ask("attach", lambda: requests.attach(self._now(), chunks), refill=True)
+
+    def detach(self) -> Change:
+        """Take the arena from a device: no expert has a slot there any more."""
+        return self._ask("detach", lambda: requests.detach(self._now()))
+
+    def _what_is_short(self) -> Holdings:
+        """Plan to give the system what is missing from the reserve."""
+        short = self.reserve_bytes - self._driver.mem_info(self.device)[0]
+        return requests.give_back(self._now(), max(0, -(-short // self.plan.chunk_bytes)))
+
+    def _ask(self, request: str, plan: Callable[[], Holdings], *, refill: bool = False) -> Change:
+        """Carry out what a request comes to, and announce it."""
+        before, slots, moved, filled = self.holdings(), self.experts.usable_slots, self._moved, 0
+        error = ""
+        try:
+            self.carry_out(plan())
+            if refill and self.experts.usable_slots > slots:
+                filled = self._refill()
+        except BaseException as failure:
+            error = str(failure) or type(failure).__name__
+            raise
+        finally:
+            change = Change(
+                self.device,
+                request,
+                before,
+                self.holdings(),
+                slots,
+                self.experts.usable_slots,
+                self.experts.resident,
+                self._moved - moved,
+                filled,
+                error,
+            )
+            self.announce(change)
+        return change
+
+    def _refill(self) -> int:
+        """Bring the hottest experts into free slots; where that fails they are read in place."""
+        try:
+            return self.experts.fill(self.experts.hottest())
+        except DeviceLost as error:
+            self._lost = error
+            raise
+        except DriverError as error:
+            self._say(f"device {self.device}: experts are read in place: {error.message}")
+            return 0
+
+    def _now(self) -> Situation:
+        """Describe the ledger for a plan; asks the driver what is free."""
+        if self._lost is not None:
+            raise self._lost
+        free_bytes, _ = self._driver.mem_info(self.device)
+        left = self.plan.capacity - self._pool.account().capacity
+        affordable = max(0, free_bytes - self.reserve_bytes) // self.plan.chunk_bytes
+        limits = {owner: range_.limit_chunks for owner, range_ in self._ranges.items()}
+        return Situation(
+            device=self.device,
+            plan=self.plan,
+            held=self.holdings(),
+            obtainable=min(left, affordable),
+            live_blocks=self.kv.live_blocks,
+            kv_limit=limits.get("kv", 0),
+            arena_limit=limits.get("experts", 0),
+        )
+
+    # What there is.
 
     def holdings(self) -> Holdings:
         """Return what each owner has now."""
@@ -225,6 +389,7 @@ class Ledger:
         before = self.holdings()
         try:
             self._acquire(wanted)
+            self._keep(wanted)
             self._withdraw(wanted)
             self._map(wanted)
         except DeviceLost:
@@ -246,6 +411,23 @@ class Ledger:
             )
         if missing > 0:
             self._pool.prepare(account.spare + missing)
+
+    def _keep(self, wanted: Holdings) -> None:
+        """Copy what is worth keeping out of memory that owners are about to lose.
+
+        Live K/V blocks move below the new end, and hot experts to slots that stay. Those of colder
+        experts are drained before they are written.
+        """
+        size, held = self.plan.chunk_bytes, self.holdings()
+        if wanted.kv < held.kv:
+            self.kv.compact(wanted.kv * size // self.kv.layout.block_bytes)
+        moves = self.experts.moves_into(wanted.experts * size)
+        if moves:
+            self.experts.make_way(moves)
+            self._drain()
+            self.experts.reclaim()
+            self.experts.move(moves)
+            self._moved += len(moves)
 
     def _withdraw(self, wanted: Holdings) -> None:
         """Take from owners what they shall not have: publish, drain, unmap [7]."""

@@ -13,13 +13,14 @@ An expert that has no slot is not an error: it is read in place, over the link.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from strata_nb.cache.moves import choose_moves
 from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout
 from strata_nb.errors import RuleViolation
 from strata_nb.execution import ExecutionDriver
@@ -54,6 +55,7 @@ class ExpertArena:
     expert_address, expert_tier   int64 and uint8 (layers, experts): where each expert is. The
               arrays stay the same objects
     use       int64 (layers, experts): how often each was chosen
+    prior     float64 (layers, experts), 0 to less than 1: an order among those used equally often
     tally     int64 (2,): choices that found a slot (hits), and that did not (misses)
 
     A slot is free, or holds one expert, or is *draining*: its expert left, and work that began
@@ -76,6 +78,7 @@ class ExpertArena:
         self.expert_address = host.address + host.offsets
         self.expert_tier = np.full(host.offsets.shape, Tier.IN_PLACE, np.uint8)
         self.use = np.zeros(host.offsets.shape, np.int64)
+        self.prior = np.zeros(host.offsets.shape)
         self.tally = np.zeros(2, np.int64)
         self.usable_slots = 0
         self._host = host
@@ -110,6 +113,58 @@ class ExpertArena:
             for free in self._free:
                 heapq.heapify(free)
         self.usable_slots = usable
+
+    def heat(self) -> npt.NDArray[np.float64]:
+        """Return how much each expert (layers, experts) is wanted on the device."""
+        return self.use + self.prior
+
+    def hottest(self) -> list[tuple[int, int]]:
+        """Return the experts without a slot that were ever wanted, hottest first."""
+        heat = np.where(self.expert_tier == Tier.IN_PLACE, self.heat(), 0)
+        order = np.argsort(-heat, axis=None, kind="stable")[: np.count_nonzero(heat)]
+        return [divmod(int(number), self.layout.experts) for number in order]
+
+    def moves_into(self, usable_bytes: int) -> dict[int, int]:
+        """Return which experts should move (slot: slot) before only `usable_bytes` stay."""
+        kept = min(len(self._owner), self.layout.slots_within(usable_bytes))
+        owner = self._owner[: self.usable_slots]
+        if kept >= len(owner):
+            return {}
+        heat = np.append(self.heat().ravel(), -np.inf)[owner]  # the last is nobody's
+        return choose_moves(heat.tolist(), kept, self.layout)
+
+    def make_way(self, moves: Mapping[int, int]) -> None:
+        """Evict the experts in the slots that others will move to; those slots are draining."""
+        for target in moves.values():
+            if self._owner[target] != NOBODY:
+                self.evict(*self._expert_in(target))
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Copy experts from slot to free slot, wait, and let the tables name the copies.
+
+        The slots that they left are draining. On DriverError all are where they were.
+        """
+        for source, target in moves.items():
+            size_class = self.layout.class_of_slot(source)
+            if target not in self._free[size_class] or self._owner[source] == NOBODY:
+                raise RuleViolation(7, f"from slot {source} to slot {target}, which is not free")
+            size = self.layout.blob_bytes[self._expert_in(source)[0]]
+            self._driver.copy_async(
+                self._base + self.layout.offset(target),
+                self._base + self.layout.offset(source),
+                size,
+                self._stream,
+            )
+        if moves:
+            self._driver.stream_synchronize(self._stream)
+        for source, target in moves.items():
+            layer, expert = self._expert_in(source)
+            free = self._free[self.layout.class_of_slot(target)]
+            free.remove(target)
+            heapq.heapify(free)
+            self._owner[target], self._owner[source] = self._owner[source], NOBODY
+            self._draining.add(source)
+            self.expert_address[layer, expert] = self._base + self.layout.offset(target)
 
     def reclaim(self) -> None:
         """Free the draining slots: all work that began before now has ended."""

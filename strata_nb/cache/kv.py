@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,6 +100,38 @@ class KVCache:
         self.usable_blocks = usable
         self._free = [block for block in range(usable) if block not in self._holders]
 
+    @property
+    def live_blocks(self) -> int:
+        """How many blocks sequences hold."""
+        return len(self._holders)
+
+    def compact(self, usable: int) -> int:
+        """Copy held blocks to free ones until all are among the first `usable`, and wait.
+
+        Returns how many were copied. The old ones are free, but older work may still read them.
+        Raises RuleViolation where fewer stay than are held, and DriverError; then nothing changed.
+        """
+        if usable < self.live_blocks:
+            raise RuleViolation(16, f"{usable} K/V blocks stay, {self.live_blocks} are held")
+        stray = sorted(block for block in self._holders if block >= usable)
+        room = sorted(block for block in self._free if block < usable)
+        place = dict(zip(stray, room, strict=False))
+        size = self.layout.block_bytes
+        for old, new in place.items():
+            self._driver.copy_async(self._address(new), self._address(old), size, self._stream)
+        if place:
+            self._driver.stream_synchronize(self._stream)
+        for number, held in self._open.items():
+            for index, block in enumerate(held.blocks):
+                if block in place:
+                    held.blocks[index] = place[block]
+                    self.table[number, index] = self._address(place[block])
+        for old, new in place.items():
+            self._holders[new] = self._holders.pop(old)
+        if place:
+            self._free = [n for n in range(self.usable_blocks) if n not in self._holders]
+        return len(place)
+
     def clear(self) -> None:
         """Close every sequence."""
         for sequence in list(self._open):
@@ -111,6 +143,14 @@ class KVCache:
     def free_cells(self) -> int:
         """Cells of the blocks that no sequence holds."""
         return len(self._free) * BLOCK_CELLS
+
+    def blocks_wanted(self, cells: Mapping[int, int]) -> int:
+        """Return how many blocks there must be so that each sequence can be extended by so many.
+
+        A block that several sequences copy may be counted once too often. Changes nothing.
+        """
+        missing = sum(sum(self._missing(number, count)) for number, count in cells.items())
+        return self.live_blocks + missing
 
     def is_open(self, sequence: int) -> bool:
         """Return whether there is such a sequence."""
@@ -150,9 +190,7 @@ class KVCache:
                 f"{cells} more cells behind {held.length}: the context has {self.context}",
                 hint="a larger --ctx-size, where the model allows it",
             )
-        last = held.length // BLOCK_CELLS  # the block of the next cell
-        copies = cells > 0 and last < len(held.blocks) and self._holders[held.blocks[last]] > 1
-        missing = max(0, blocks_for(end) - len(held.blocks))
+        copies, missing = self._missing(sequence, cells)
         if missing + copies > len(self._free):
             numbers = {
                 "cells": BLOCK_CELLS * (missing + copies),
@@ -163,7 +201,7 @@ class KVCache:
                 "extend", 0, "the K/V is full", numbers=numbers, hint="end another conversation"
             )
         if copies:
-            self._own(sequence, last)
+            self._own(sequence, held.length // BLOCK_CELLS)
         for _ in range(missing):
             # In this order: what ends this half way, such as Ctrl-C, loses no block.
             self._hold(sequence, len(held.blocks), self._free[0])
@@ -265,6 +303,13 @@ class KVCache:
         for block in holders:
             if not covers(self._address(block), self.layout.block_bytes):
                 raise RuleViolation(16, f"K/V block {block} has no memory")
+
+    def _missing(self, sequence: int, cells: int) -> tuple[bool, int]:
+        """Return whether the block of the next cell must be copied, and how many are appended."""
+        held = self._open[sequence]
+        last = held.length // BLOCK_CELLS
+        copies = cells > 0 and last < len(held.blocks) and self._holders[held.blocks[last]] > 1
+        return copies, max(0, blocks_for(held.length + cells) - len(held.blocks))
 
     def _address(self, block: int) -> int:
         return self._base + block * self.layout.block_bytes

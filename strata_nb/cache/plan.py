@@ -59,9 +59,12 @@ class Holdings:
 class Plan:
     """Say how a device is cut up.
 
-    capacity        chunks that the ledger may ever have
+    capacity        chunks that the ledger may ever have: what is asked for, or what the device
+                    beside dense weights holds, also where others have a part of it now
     start           what is mapped at the start
-    slots           expert slots that are used, also if a chunk more would hold another
+    slots           expert slots at the start, also if a chunk more would hold another
+    most_slots      that there may ever be
+    floor_chunks    of the arena that hold one slot a layer
     arena_chunks, kv_chunks   that addresses are reserved for
     """
 
@@ -70,8 +73,14 @@ class Plan:
     capacity: int
     start: Holdings
     slots: int
+    most_slots: int
+    floor_chunks: int
     arena_chunks: int
     kv_chunks: int
+
+    def chunks_for_blocks(self, blocks: int) -> int:
+        """Return how many chunks hold the first `blocks` K/V blocks."""
+        return -(-blocks * self.needs.kv.block_bytes // self.chunk_bytes)
 
 
 def plan_device(driver: MemoryDriver, device: int, needs: Needs) -> Plan:
@@ -79,17 +88,16 @@ def plan_device(driver: MemoryDriver, device: int, needs: Needs) -> Plan:
 
     Chunks are sized for what the ledger can ever hold, so that a small model has small ones.
     """
-    free_bytes, _ = driver.mem_info(device)
+    free_bytes, total_bytes = driver.mem_info(device)
     most_bytes = needs.kv.bytes_for(needs.kv_most_cells)
     if needs.slots is not None:
         most_bytes += needs.slots.bytes_of(needs.slots.full_slots)
     ledger_bytes = min(most_bytes, free_bytes - needs.dense_bytes - needs.reserve_bytes)
-    return plan_capacity(
-        needs, free_bytes, choose_chunk_bytes(driver, device, max(1, ledger_bytes))
-    )
+    chunk_bytes = choose_chunk_bytes(driver, device, max(1, ledger_bytes))
+    return plan_capacity(needs, free_bytes, total_bytes, chunk_bytes)
 
 
-def plan_capacity(needs: Needs, free_bytes: int, chunk_bytes: int) -> Plan:
+def plan_capacity(needs: Needs, free_bytes: int, total_bytes: int, chunk_bytes: int) -> Plan:
     """Divide `free_bytes` of a device: dense weights, reserve, K/V, and slots for the rest.
 
     The floor is one expert slot a layer. ConfigError with the whole sum where the needs, or the
@@ -114,11 +122,24 @@ def plan_capacity(needs: Needs, free_bytes: int, chunk_bytes: int) -> Plan:
     if slots is not None and needs.slots_wanted is None:
         least = slots.slots_within((room - kv) * chunk_bytes)
         arena = chunks(slots.bytes_of(least))
+    most_slots, floor = 0, 0
+    if slots is not None:
+        most_slots = needs.slots_wanted or slots.full_slots
+        floor = chunks(slots.bytes_of(slots.layers))
     kv_chunks = chunks(needs.kv.bytes_for(needs.kv_most_cells))
-    arena_chunks = chunks(slots.bytes_of(slots.full_slots)) if slots is not None else 0
-    capacity = min(room, kv_chunks + arena_chunks)
-    start = Holdings(experts=arena, kv=kv)
-    return Plan(needs, chunk_bytes, capacity, start, least, arena_chunks, kv_chunks)
+    arena_chunks = chunks(slots.bytes_of(most_slots)) if slots is not None else 0
+    beside_dense = max(0, total_bytes - needs.dense_bytes) // chunk_bytes
+    return Plan(
+        needs,
+        chunk_bytes,
+        capacity=min(beside_dense, kv_chunks + arena_chunks),
+        start=Holdings(experts=arena, kv=kv),
+        slots=least,
+        most_slots=most_slots,
+        floor_chunks=floor,
+        arena_chunks=arena_chunks,
+        kv_chunks=kv_chunks,
+    )
 
 
 def _does_not_fit(
