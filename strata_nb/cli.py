@@ -65,6 +65,11 @@ _DEVICE = """\
   --expert-cache SIZE          expert slots, on a device that has them: auto (the default:
                                all that there is room for), a number, N% of all, NMiB or NGiB
   --vram-reserve-mib N         MiB of the device that stay free for others (default 0)
+  --kv-grow                    begin with a small K/V and grow it as the text needs, experts use the
+                               memory meanwhile (the default, but not on the whole machine: host)
+  --no-kv-grow                 take memory for the whole context at the start
+  --kv-grow-init N             cells to begin with (default: a quarter of the context, 256 to 16384)
+  --kv-grow-step N             cells to grow by (default: an eighth of the context, 64 to 8192)
   --expert-profile FILE        fill the slots at the start in the order of this file; without slots
                                it is only what --expert-profile-save goes on with (default: of the
                                story model its own; none: of no file)

@@ -18,7 +18,6 @@ import gc
 import hashlib
 import os
 import pickle
-import signal
 import sys
 import threading
 import uuid
@@ -36,6 +35,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLoca
 
 from strata_nb.compiling_parts import Part
 from strata_nb.errors import ConfigError
+from strata_nb.interrupts import interrupts_later
 
 Function = Callable[..., Any]
 
@@ -98,7 +98,7 @@ def _compile(signature: str, function: Function) -> Function:
     dispatcher: Any = numba.njit(**_OPTIONS)(function)
     try:
         dispatcher._cache = _FolderCache(function)
-        with _interrupts_later(), _garbage_later():
+        with interrupts_later(), _garbage_later():
             dispatcher.compile(signature)
     except OSError as error:
         raise _not_kept(error) from error
@@ -112,37 +112,9 @@ def address_of(function: Function) -> int:
     dispatcher: Any = function.made() if isinstance(function, Compiled) else function
     (made,) = dispatcher.overloads.values()
     name = made.fndesc.llvm_cfunc_wrapper_name
-    with _interrupts_later():
+    with interrupts_later():  # LLVM calls back into Python, and ctypes would forget what is raised
         address: int = made.library.get_pointer_to_function(name)
     return address
-
-
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Raise a KeyboardInterrupt at the end of the block instead of in it.
-
-    LLVM calls back into Python, and ctypes would print and forget what is raised there.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are handled in the main thread alone
-        return
-    interrupted = False
-
-    def note(*_: object) -> None:
-        nonlocal interrupted
-        interrupted = True
-
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is None:  # set by other than Python, and not to be given back
-        yield
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if interrupted and callable(handler):
-            handler(signal.SIGINT, None)
 
 
 @contextmanager

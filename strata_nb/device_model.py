@@ -23,17 +23,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb import loading, models
+from strata_nb import device_needs, loading, models
 from strata_nb.addresses import memory_view
 from strata_nb.backend import Backend
-from strata_nb.cache.capacity import Ledger
+from strata_nb.cache.capacity import Change, Ledger
+from strata_nb.cache.elastic import ElasticKV
 from strata_nb.cache.experts import ExpertArena, HostArena, Tier
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import HeadPlane, KVLayout
 from strata_nb.cache.plan import Needs, plan_device
 from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_profile
 from strata_nb.cache.routing import RoutingTrace
-from strata_nb.cache.slots import SlotLayout, slot_budget
+from strata_nb.cache.slots import SlotLayout
 from strata_nb.errors import ConfigError
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
@@ -42,7 +43,7 @@ from strata_nb.loading_pieces import LoadProgress
 from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPlaces, KVPlaces, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
-from strata_nb.options import Options, expert_cache_size
+from strata_nb.options import Options
 from strata_nb.steps import WINDOW_ROWS, DeviceReport, ModelReport, Row, closed_error
 
 SEQUENCES = 16  # rows of the block table
@@ -109,20 +110,24 @@ class DeviceModel:
         backend, driver, device = self._backend, self._backend.driver, self._backend.device
         model = self.description
         self._read_files(options, model)
-        wanted_slots = self._slots_wanted(options, sizes.slots)
+        wanted_slots = device_needs.slots_wanted(options, sizes.slots, backend)
+        rules = device_needs.growth_rules(options, ctx_size, backend)
         unplaced, weight_bytes = loading.dense_layout(file, sizes.dense)
         measured, buffer_bytes = self._emit(sizes, unplaced, Buffers(), placed=False)
         needs = Needs(
             dense_bytes=weight_bytes + buffer_bytes,
             reserve_bytes=(options.vram_reserve_mib or 0) << 20,
             kv=sizes.kv,
-            kv_cells=ctx_size,
+            kv_cells=ctx_size if rules is None else rules.init_cells,
             kv_most_cells=ctx_size,
             slots=sizes.slots if wanted_slots != 0 else None,
             slots_wanted=wanted_slots,
         )
-        self.warnings += loading.check_memory(_host_needs(sizes, needs))
+        self.warnings += loading.check_memory(
+            device_needs.host_bytes(sizes.experts.size_bytes if sizes.experts else 0, needs)
+        )
         plan = plan_device(driver, device, needs)
+        self.warnings += device_needs.reach_warnings(plan)
         backend.compile([measured.body, measured.head], compiling, say)
 
         keep = loading.cache_fits(file, file.size_bytes)
@@ -173,8 +178,15 @@ class DeviceModel:
         self._body, self._head = backend.prepare([emitted.body, emitted.head])
         _write_rope_table(file, model, base, ctx_size)
         self._record = _Record(emitted, model.vocab_size)
+        self._elastic = ElasticKV(self.ledger, rules, say=say) if rules is not None else None
+        if self._elastic is not None:
+            self._elastic.reconsider()
+            self._elastic.when_idle()
         if self._prior is not None:
-            self.arena.fill(self._prior.order())
+            order = self._prior.order()
+            for rank, pair in enumerate(order, start=1):
+                self.arena.prior[pair] = 1 - rank / (len(order) + 1)
+            self.arena.fill(order)
 
     def _emit(
         self,
@@ -246,23 +258,6 @@ class DeviceModel:
         if options.routing_trace is not None:
             self._trace = RoutingTrace(model.layers, model.experts, model.top_k)
 
-    def _slots_wanted(self, options: Options, slots: SlotLayout) -> int | None:
-        """Return how many slots there shall be: 0 for none, None for as many as there is room."""
-        if not slots.layers and options.expert_cache != "auto":
-            raise ConfigError(
-                f"--expert-cache {options.expert_cache}: this model has no experts",
-                hint="leave it out",
-            )
-        if not self._backend.has_slots:
-            if options.expert_cache != "auto":
-                raise ConfigError(
-                    f"--expert-cache {options.expert_cache}: the device {self._backend.name} reads "
-                    "experts where the host has them and has no slots",
-                    hint="leave it out, or give a device of its own memory: --device host:1x512MiB",
-                )
-            return 0
-        return slot_budget(expert_cache_size(options.expert_cache), slots) if slots.layers else 0
-
     # Steps.
 
     def open_sequence(self) -> int:
@@ -283,16 +278,31 @@ class DeviceModel:
             self._settle()
             self.kv.rewind(sequence, length)
 
+    def make_room(self, sequence: int, cells: int, *, prompt: bool) -> None:
+        with self._turn:
+            self._settle()
+            if self._elastic is None:
+                return
+            if prompt:
+                self._elastic.before_prompt({sequence: cells})
+            else:
+                self._elastic.before_step({sequence: cells})
+
     def step(self, rows: Sequence[Row]) -> Floats:
         with self._turn:
             self._settle()
-            return self._checked_step(rows)
+            logits = self._checked_step(rows)
+            if self._elastic is not None:
+                self._elastic.when_idle()
+            return logits
 
     def _checked_step(self, rows: Sequence[Row]) -> Floats:
         if not 1 <= len(rows) <= self.max_rows:
             raise ConfigError(f"a step of {len(rows)} rows", hint=f"1 to {self.max_rows} rows")
         new = Counter(row.sequence for row in rows)
         before = {sequence: self.kv.length(sequence) for sequence in new}
+        if self._elastic is not None:
+            self._elastic.before_step(new)
         try:
             return self._step(rows, new, dict(before))
         except BaseException:
@@ -371,6 +381,20 @@ class DeviceModel:
         hits, misses = self.arena.tally.tolist()
         return ModelReport((device,), hits, misses)
 
+    def set_reserve(self, reserve_bytes: int | None) -> Change:
+        """Leave so much of the device free for others; None: as much as at the start."""
+        with self._turn:
+            self._settle()
+            if reserve_bytes is None:
+                reserve_bytes = self.ledger.plan.needs.reserve_bytes
+            if self._elastic is None:
+                return self.ledger.set_reserve(reserve_bytes)
+            self._elastic.flush()
+            try:
+                return self.ledger.set_reserve(reserve_bytes)
+            finally:
+                self._elastic.reconsider()
+
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""
         self._opened()
@@ -390,6 +414,8 @@ class DeviceModel:
         with self._turn:
             resources, self._resources = self._resources, None
             if resources is not None:
+                if self._elastic is not None:
+                    self._elastic.flush()
                 resources.close()
 
     def _opened(self) -> None:
@@ -457,19 +483,6 @@ def _measure(file: GGUFFile, model: Description, options: Options, ctx_size: int
         HeadPlane(options.cache_type_v or "f16", model.value_length),
     )
     return _Sizes(dense, stacks, experts, slots, kv, ctx_size * model.rope_dims * 4)
-
-
-def _host_needs(sizes: _Sizes, needs: Needs) -> dict[str, int]:
-    """Return what host memory must hold, for people and by bytes."""
-    host = {
-        "experts": sizes.experts.size_bytes if sizes.experts is not None else 0,
-        "dense weights and buffers": needs.dense_bytes,
-        f"K/V of {needs.kv_cells:,} cells": needs.kv.bytes_for(needs.kv_cells),
-    }
-    if needs.slots is not None:  # small devices are made of the same memory
-        wanted = needs.slots_wanted or needs.slots.layers
-        host[f"at least {wanted:,} expert slots"] = needs.slots.bytes_of(wanted)
-    return host
 
 
 def _write_rope_table(file: GGUFFile, model: Description, address: int, ctx_size: int) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from strata_nb.device_model import DeviceModel
     from strata_nb.models import Description, Progress
 
-__all__ = ["Engine", "Generation", "Report", "Session", "Token"]
+__all__ = ["Engine", "Generation", "Report", "Session", "Token", "VramReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,25 @@ class Report:
     hit_rate: float | None
     kv_cells: int
     bytes_by_owner: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class VramReport:
+    """Answer a request to leave memory free; MiB are whole, rounded down.
+
+    reserve_mib            that is to stay free, and vram_free_mib that is
+    expert_slots           that there are now, expert_cache_mib what they take
+    expert_slots_full      that there can be when nobody else needs memory, likewise
+    prompt_chunk           rows of a prompt batch
+    """
+
+    reserve_mib: int
+    expert_slots: int
+    expert_slots_full: int
+    expert_cache_mib: int
+    expert_cache_full_mib: int
+    vram_free_mib: int
+    prompt_chunk: int
 
 
 class Engine:
@@ -98,6 +117,7 @@ class Engine:
         prefill = options.prefill if isinstance(options.prefill, int) else DEFAULT_PREFILL_ROWS
         self.prefill_rows = min(prefill, self.ctx_size)
         self.expert_profile = options.profile_path()
+        self._vram_elastic = options.vram_elastic
         self._on_device: DeviceModel | None = None
         self._model: StepModel
         if self.device == REFERENCE:
@@ -120,10 +140,15 @@ class Engine:
             (options.routing_trace, "--routing-trace"),
             (None if options.expert_cache == "auto" else options.expert_cache, "--expert-cache"),
             (options.vram_reserve_mib, "--vram-reserve-mib"),
+            (options.kv_grow_init, "--kv-grow-init"),
+            (options.kv_grow_step, "--kv-grow-step"),
+            (options.kv_grow or None, "--kv-grow"),
+            (options.vram_elastic or None, "--vram-elastic"),
         ):
             if value is not None:
+                given = flag if value is True else f"{flag} {value}"
                 raise ConfigError(
-                    f"{flag} {value}: the reference device has no memory of its own, no slots, and "
+                    f"{given}: the reference device has no memory of its own, no slots, and "
                     "counts no experts",
                     hint="leave it out, or use another --device",
                 )
@@ -228,6 +253,39 @@ class Engine:
             report.hits / choices if choices and slots else None,
             sum(device.kv_cells for device in report.devices),
             owners,
+        )
+
+    def set_vram_reserve(self, mib: int | None) -> VramReport:
+        """Leave `mib` MiB of the device free for others; None: as many as at the start, 0: none.
+
+        Waits for the step that runs. Experts give up slots for it, the coldest first, down to one
+        slot a layer, and the K/V what is idle; the answer says how much is really free. With a
+        smaller reserve experts come back. Nothing of this changes a token. Raises ConfigError
+        without `Options.vram_elastic`, DriverError where the device fails.
+        """
+        if not self._vram_elastic or self._on_device is None:
+            raise ConfigError(
+                "the engine was not opened to change what it leaves free",
+                hint="add --vram-elastic: Options(vram_elastic=True)",
+            )
+        if mib is not None and (
+            isinstance(mib, bool) or not isinstance(mib, int) or not 0 <= mib < 2**31
+        ):
+            raise ConfigError(
+                f"a reserve of {mib} MiB: not usable", hint="0 or more, None: as at the start"
+            )
+        self._on_device.set_reserve(None if mib is None else mib << 20)
+        ledger = self._on_device.ledger
+        (device,) = self._model.report().devices
+        plan = ledger.plan
+        return VramReport(
+            reserve_mib=ledger.reserve_bytes >> 20,
+            expert_slots=device.slots,
+            expert_slots_full=plan.most_slots,
+            expert_cache_mib=device.bytes_by_owner["experts"] >> 20,
+            expert_cache_full_mib=plan.arena_chunks * plan.chunk_bytes >> 20,
+            vram_free_mib=(device.free_bytes or 0) >> 20,
+            prompt_chunk=self.prefill_rows,
         )
 
     def save_expert_profile(self, path: str | os.PathLike[str]) -> None:

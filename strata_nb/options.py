@@ -92,6 +92,11 @@ class Options:
     expert_cache    of a device with slots: "auto" (as many as there is room for), or a number of
                     slots, "N%" of all experts, "NMiB" or "NGiB"
     vram_reserve_mib   MiB of the device that stay free for other programs; None: none
+    vram_elastic    whether `Engine.set_vram_reserve` may change that while the model is open
+    kv_grow         whether the K/V begins small and grows as text needs it; None: on a device of
+                    its own memory, where experts use the rest meanwhile
+    kv_grow_init    cells that it begins with; None: a quarter of the context, 256 to 16,384
+    kv_grow_step    cells that it grows by; None: an eighth of the context, 64 to 8,192
     deterministic   a row's bits depend on its own tokens alone: not on how a prompt is cut, on the
                     number of threads, or on which experts are resident. The host always computes so
     expert_profile, expert_profile_save   files that rank experts by use: read to fill slots at the
@@ -109,6 +114,10 @@ class Options:
     cache_type_v: str | None = None
     expert_cache: str = "auto"
     vram_reserve_mib: int | None = None
+    vram_elastic: bool = False
+    kv_grow: bool | None = None
+    kv_grow_init: int | None = None
+    kv_grow_step: int | None = None
     deterministic: bool = False
     expert_profile: str | os.PathLike[str] | None = None
     expert_profile_save: str | os.PathLike[str] | None = None
@@ -136,8 +145,20 @@ class Options:
                 "a number of MiB, 0 or more",
             )
         expert_cache_size(self.expert_cache)
-        if not isinstance(self.deterministic, bool):
-            raise _refuse("--deterministic", self.deterministic, "as True or False")
+        for flag, cells in (
+            ("--kv-grow-init", self.kv_grow_init),
+            ("--kv-grow-step", self.kv_grow_step),
+        ):
+            if cells is not None:
+                _check_integer(flag, cells, 1, 2**31 - 1, "a number of cells, 1 or more")
+        if self.kv_grow is not None and not isinstance(self.kv_grow, bool):
+            raise _refuse("--kv-grow", self.kv_grow, "as True, False or None")
+        for flag, value in (
+            ("--deterministic", self.deterministic),
+            ("--vram-elastic", self.vram_elastic),
+        ):
+            if not isinstance(value, bool):
+                raise _refuse(flag, value, "as True or False")
         _check_path("--expert-profile", self.expert_profile)
         _check_path("--expert-profile-save", self.expert_profile_save)
         _check_path("--routing-trace", self.routing_trace)

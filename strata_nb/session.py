@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb.errors import ConfigError, StrataError
+from strata_nb.errors import ConfigError, OutOfDeviceMemory, StrataError
 from strata_nb.options import Sampling
 from strata_nb.sampling import RepeatGuard, StopStrings, sample, uniform
 from strata_nb.steps import Row, StepModel
@@ -25,7 +25,7 @@ from strata_nb.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from strata_nb.models import Description, Progress
 
-Finish = Literal["end", "length", "stop", "repeat", "context"]
+Finish = Literal["end", "length", "stop", "repeat", "context", "memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,9 @@ class Generation(Iterator[Token]):
     """Write tokens after a session's last one; iterate to go on, stop iterating to stop.
 
     finish          why it ended, once it has: "end" the model's own end token, "length" max_tokens,
-                    "stop" a stop string, "repeat" the repeat guard, "context" no cell is left
+                    "stop" a stop string, "repeat" the repeat guard, "context" no cell is left,
+                    "memory" the device has no memory for another cell
+    refusal         the error that says so, None otherwise
     seed            of the random numbers, also where none was asked for; without effect on an
                     answer that is not `random`, at temperature 0
     generated       tokens so far
@@ -70,6 +72,7 @@ class Generation(Iterator[Token]):
         # 32 bits: readers of JSON round whole numbers from 2^53 on.
         self.seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
         self.finish: Finish | None = None
+        self.refusal: OutOfDeviceMemory | None = None
         self.generated = 0
         self.first_token_s = 0.0
         self.decode_s = 0.0
@@ -118,7 +121,16 @@ class Generation(Iterator[Token]):
             self.finish = "length"
         elif session.position > session.ctx_size:
             self.finish = "context"
+        elif self.finish is None:
+            self._make_room()
         return Token(token, self._last_text(text) if self.finish else text)
+
+    def _make_room(self) -> None:
+        """Get memory for the token that was just chosen, or end: it is the last one then."""
+        try:
+            self._session.make_room()
+        except OutOfDeviceMemory as error:
+            self.finish, self.refusal = "memory", error
 
     def _count(self) -> None:
         now = time.perf_counter()
@@ -180,8 +192,9 @@ class Session:
     def extend(self, ids: Sequence[int], progress: Progress | None = None) -> None:
         """Add `ids` and read everything that has not been read yet.
 
-        Raises ConfigError, and adds nothing, where the context is too small for them. `progress` is
-        called with (tokens read, tokens to read).
+        Raises ConfigError, and adds nothing, where the context is too small for them, and
+        OutOfDeviceMemory where the device is. `progress` is called with (tokens read, tokens to
+        read).
         """
         self._check_open()
         self._check_decided()
@@ -194,8 +207,15 @@ class Session:
                 f"{self.ctx_size} cells",
                 hint=f"give --ctx-size {total} or more, or a shorter prompt",
             )
+        unread = total - self._model.length(self._sequence)
+        self._model.make_room(self._sequence, unread, prompt=True)
         self._ids.extend(ids)
         self._read(progress)
+
+    def make_room(self) -> None:
+        """Get memory for what is not read yet; OutOfDeviceMemory where the device has none."""
+        unread = self.position - self._model.length(self._sequence)
+        self._model.make_room(self._sequence, unread, prompt=False)
 
     def next_logits(self) -> npt.NDArray[np.float32]:
         """Return the logits (vocab,) of the token that comes next; do not change them."""

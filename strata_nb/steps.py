@@ -87,6 +87,13 @@ class StepModel(Protocol):
     def rewind(self, sequence: int, length: int) -> None:
         """Keep the first `length` tokens of a sequence and forget the others."""
 
+    def make_room(self, sequence: int, cells: int, *, prompt: bool) -> None:
+        """Get memory for `cells` tokens that a sequence is about to read, before any is read.
+
+        prompt: a text is read, and memory may also be moved away from where it is idle. A step
+        makes room for itself too. Raises StrataError where there is none; then nothing changed.
+        """
+
     def step(self, rows: Sequence[Row]) -> Floats:
         """Read rows and return float32 logits (rows that want them, vocab), a new array.
 
@@ -143,6 +150,9 @@ class ReferenceSteps:
     def rewind(self, sequence: int, length: int) -> None:
         with self._turn:
             self._state(sequence).rewind(length)
+
+    def make_room(self, sequence: int, cells: int, *, prompt: bool) -> None:
+        """Do nothing: numpy's arrays grow by themselves."""
 
     def step(self, rows: Sequence[Row]) -> Floats:
         with self._turn:

@@ -318,12 +318,12 @@ def test_a_device_without_room_for_the_dense_weights_is_refused_with_the_sum(mod
 
 
 def test_the_context_that_a_refusal_names_does_fit(model: Path) -> None:
-    options = Options(model, device=ROOMY, ctx_size=1024, expert_cache="0")
+    options = Options(model, device=ROOMY, ctx_size=1024, expert_cache="0", kv_grow=False)
     with Engine.open(options) as engine:
         owners = engine.describe().bytes_by_owner
     kib = (owners["dense"] + owners["kv"] // 2) >> 10
     small = f"host:1x{kib}KiB@64KiB"
-    error = refusal(model, device=small, ctx_size=1024, expert_cache="0")
+    error = refusal(model, device=small, ctx_size=1024, expert_cache="0", kv_grow=False)
     assert "K/V of 1,024 cells" in str(error)
     cells = int(error.hint.split("--ctx-size ")[1].split()[0])
     assert 256 <= cells <= 512

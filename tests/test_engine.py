@@ -60,6 +60,9 @@ class Script:
     def rewind(self, sequence: int, length: int) -> None:
         self.read = length
 
+    def make_room(self, sequence: int, cells: int, *, prompt: bool) -> None:
+        pass
+
     def step(self, rows: Sequence[Row]) -> np.ndarray:
         wanted = [row.wants_logits for row in rows]
         assert not any(wanted[:-1])

@@ -32,6 +32,10 @@ FLAGS = {
     "cache_type_v": "--cache-type-v",
     "expert_cache": "--expert-cache",
     "vram_reserve_mib": "--vram-reserve-mib",
+    "vram_elastic": "--vram-elastic",
+    "kv_grow": "--kv-grow",
+    "kv_grow_init": "--kv-grow-init",
+    "kv_grow_step": "--kv-grow-step",
     "deterministic": "--deterministic",
     "expert_profile": "--expert-profile",
     "expert_profile_save": "--expert-profile-save",
@@ -64,7 +68,13 @@ REFUSED_OPTIONS: list[tuple[str, Any]] = [
         for value in ("", "all", "-1", "101%", "3TiB", "1e3", "nan%", "12 GiB", None, 5)
     ),
     *(("vram_reserve_mib", value) for value in (-1, 2**31, 0.5, "64", True)),
-    *(("deterministic", value) for value in (0, 1, None, "yes")),
+    *((name, value) for name in ("deterministic", "vram_elastic") for value in (0, 1, None, "yes")),
+    *(("kv_grow", value) for value in (0, 1, "yes")),
+    *(
+        (name, value)
+        for name in ("kv_grow_init", "kv_grow_step")
+        for value in (0, -1, 2**31, 1.5, "64", True)
+    ),
     *(
         (name, value)
         for name in ("expert_profile", "expert_profile_save", "routing_trace")
@@ -107,6 +117,10 @@ def test_options_leave_every_choice_to_the_engine() -> None:
         "cache_type_v": None,
         "expert_cache": "auto",
         "vram_reserve_mib": None,
+        "vram_elastic": False,
+        "kv_grow": None,
+        "kv_grow_init": None,
+        "kv_grow_step": None,
         "deterministic": False,
         "expert_profile": None,
         "expert_profile_save": None,

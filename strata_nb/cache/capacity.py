@@ -27,6 +27,7 @@ from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.cache.plan import Holdings, Plan
 from strata_nb.cache.requests import Situation
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
+from strata_nb.interrupts import interrupts_later
 from strata_nb.vmm import ChunkPool, MemoryDriver, Range
 
 RESERVE_ROUNDS = 4  # of giving and looking again, where others take memory at the same time
@@ -68,6 +69,7 @@ class Change:
 
     request          its name: that of the ledger's method
     before, after    what each owner held
+    kv_block_bytes   of 64 cells
     slots, resident  expert slots that there are now, and how many hold an expert
     slots_before     that there were
     moved, filled    experts that moved to other slots, and that came from the host's memory
@@ -78,6 +80,7 @@ class Change:
     request: str
     before: Holdings
     after: Holdings
+    kv_block_bytes: int
     slots_before: int
     slots: int
     resident: int
@@ -162,12 +165,13 @@ class Ledger:
         fits = wanted.kv <= plan.kv_chunks and wanted.experts + wanted.loan <= plan.arena_chunks
         if min(parts) < 0 or wanted.chunks > plan.capacity or not fits:
             raise RuleViolation(9, f"{wanted} of {plan}")
-        try:
-            self._change(wanted)
-        except DeviceLost as error:
-            self._lost = error
-            raise
-        self._check_account()
+        with interrupts_later():
+            try:
+                self._change(wanted)
+            except DeviceLost as error:
+                self._lost = error
+                raise
+            self._check_account()
 
     # Requests. Each raises DriverError, then all is as it was but for residency; where a device has
     # not what is asked for, OutOfDeviceMemory.
@@ -254,6 +258,7 @@ class Ledger:
                 request,
                 before,
                 self.holdings(),
+                self.kv.layout.block_bytes,
                 slots,
                 self.experts.usable_slots,
                 self.experts.resident,

@@ -197,6 +197,9 @@ def _given(**fields: object) -> dict[str, Any]:
 
 def options_from(arguments: Arguments, model: str | None = None) -> Options:
     """Return the Options that the flags of `arguments` ask for; `model` stands in for --model."""
+    grows, fixed = arguments.flag("--kv-grow"), arguments.flag("--no-kv-grow")
+    if grows and fixed:
+        raise ConfigError("--kv-grow and --no-kv-grow: both given", hint="give one of them")
     prefill: int | str | None = None
     if arguments.text("--prefill") != "auto":
         prefill = arguments.integer("--prefill")
@@ -211,6 +214,10 @@ def options_from(arguments: Arguments, model: str | None = None) -> Options:
             cache_type_v=arguments.text("--cache-type-v"),
             expert_cache=arguments.text("--expert-cache"),
             vram_reserve_mib=arguments.integer("--vram-reserve-mib"),
+            vram_elastic=arguments.flag("--vram-elastic"),
+            kv_grow=grows if grows or fixed else None,
+            kv_grow_init=arguments.integer("--kv-grow-init"),
+            kv_grow_step=arguments.integer("--kv-grow-step"),
             deterministic=arguments.flag("--deterministic"),
             expert_profile=arguments.path("--expert-profile"),
             expert_profile_save=arguments.path("--expert-profile-save"),

@@ -121,4 +121,9 @@ def run(arguments: Arguments) -> int:
                 )
                 answer = write_answer(generation, figures, figures.prompt_s - earlier_s)
                 messages = [*turn, {"role": "assistant", "content": answer}]
+                if generation.refusal is not None:
+                    if not interactive:
+                        raise generation.refusal
+                    note(f"ended: {generation.refusal.message}")
+                    note(f"hint: {generation.refusal.hint}, or /reset")
     return 0

@@ -119,8 +119,10 @@ def memory_text(engine: Engine, cells: int) -> str:
     if not report.devices:
         return ""
     # Memory comes in chunks, which may hold more; and the latest token may not have been read.
-    most = min(report.kv_cells, engine.ctx_size)
-    text = f" · K/V {min(cells, most):,} of {most:,} cells"
+    most, there = engine.ctx_size, report.kv_cells
+    text = f" · K/V {min(cells, most, there):,} of {most:,} cells"
+    if there < most:
+        text += f" (memory for {there:,})"
     if report.hit_rate is not None:
         hits = f"{report.hit_rate:.1%} hits with {report.resident:,} experts"
         return f"{text} · {hits} in {report.slots:,} slots"

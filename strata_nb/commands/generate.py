@@ -136,4 +136,6 @@ def run(arguments: Arguments) -> int:
             )
             before = prompt.text if prompt.shown else ""
             write_answer(generation, figures, figures.prompt_s, before)
+            if generation.refusal is not None:
+                raise generation.refusal
     return 0

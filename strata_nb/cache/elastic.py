@@ -1,0 +1,198 @@
+"""Let the K/V have the memory that text needs, and experts the rest: when it grows, how much.
+
+    cells    0 .......... written | ahead | ........ room ........ | step | step | .... context
+                                           ^ grows when the room behind `ahead` ends
+
+A K/V for the whole context would starve the experts from the start, for cells that most texts never
+reach. So it begins small and grows before a prompt is read, for the whole prompt, and ahead of each
+window while an answer is written; it is cut again before a prompt, and only when two steps or more
+are idle, because what was needed once is likely to be needed again. Cells of every open sequence
+count as needed.
+
+The ledger says what can be had; here is nothing but the occasion and the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from strata_nb.cache.capacity import Change, Ledger
+from strata_nb.cache.kv_layout import BLOCK_CELLS, blocks_for
+from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory
+
+MOST_INIT_CELLS = 16_384
+MOST_STEP_CELLS = 8_192
+LEAST_INIT_CELLS = 256
+AHEAD_CELLS = 64  # of a window, so that growth comes before it is needed
+PROMPT_AHEAD_CELLS = 256  # of a prompt, for the answer's beginning
+SAID_CELLS = 1_024  # smaller growths are said together
+IDLE_STEPS = 2  # that are left before the K/V is cut
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthRules:
+    """Say how a K/V grows, in cells: what it begins with, and the step that it grows by."""
+
+    init_cells: int
+    step_cells: int
+
+    @classmethod
+    def of(cls, context: int, init: int | None, step: int | None) -> GrowthRules:
+        """Return the rules for a context; None: a quarter of it, and an eighth, within limits."""
+        if init is None:
+            init = min(MOST_INIT_CELLS, max(LEAST_INIT_CELLS, context // 4))
+        if step is None:
+            step = min(MOST_STEP_CELLS, max(BLOCK_CELLS, context // 8))
+        return cls(min(init, context), step)
+
+
+class ElasticKV:
+    """Grow and cut the K/V of one ledger; call between steps."""
+
+    def __init__(self, ledger: Ledger, rules: GrowthRules, *, say: Callable[[str], None]) -> None:
+        self._ledger = ledger
+        self._say = say
+        plan = ledger.plan
+        self._most_blocks = blocks_for(plan.needs.kv_most_cells)
+        self._init_blocks = blocks_for(rules.init_cells)
+        self._step_blocks = max(1, blocks_for(rules.step_cells))
+        self._stopped_at: int | None = None  # blocks behind which a growth found nothing
+        self._idle_chunks_wanted = False
+        self._unsaid: list[Change] = []
+
+    def before_prompt(self, cells: Mapping[int, int]) -> None:
+        """Make room for cells that sequences are about to read, and some of the answer.
+
+        Cuts the K/V where much of it is idle. Raises DriverError, OutOfDeviceMemory where there is
+        no memory for these cells; then nothing changed.
+        """
+        self.flush()
+        kv = self._ledger.kv
+        needed = kv.blocks_wanted(cells)
+        ample = self._rounded(needed + blocks_for(PROMPT_AHEAD_CELLS))
+        idle = IDLE_STEPS * self._step_blocks
+        if kv.usable_blocks > self._init_blocks and kv.usable_blocks >= ample + idle:
+            self._trim(max(ample, self._init_blocks))
+        self._make_room(needed, needed + blocks_for(PROMPT_AHEAD_CELLS))
+
+    def before_step(self, cells: Mapping[int, int]) -> None:
+        """Make room for the cells of a step and of the next one; raises as `before_prompt` does."""
+        needed = self._ledger.kv.blocks_wanted(cells)
+        self._make_room(needed, needed + blocks_for(AHEAD_CELLS))
+
+    def when_idle(self) -> None:
+        """Have what the next growth will map ready, if the system has it."""
+        wanted, self._idle_chunks_wanted = self._idle_chunks_wanted, False
+        if not wanted or self._ledger.kv.usable_blocks >= self._most_blocks:
+            return
+        plan = self._ledger.plan
+        try:
+            self._ledger.prepare(plan.chunks_for_blocks(self._step_blocks))
+        except DeviceLost:
+            raise
+        except DriverError:
+            return  # nothing changed, and the growth will ask for itself
+
+    def reconsider(self) -> None:
+        """Try again where a growth found nothing: memory was given or taken otherwise."""
+        self._stopped_at = None
+        self._idle_chunks_wanted = True
+
+    def flush(self) -> None:
+        """Say what was not worth a line of its own."""
+        if self._unsaid:
+            self._say(growth_line(self._unsaid, self._ledger.plan.chunk_bytes))
+            self._unsaid = []
+
+    def _rounded(self, blocks: int) -> int:
+        """Return whole steps that hold `blocks`, at most the context."""
+        steps = -(-blocks // self._step_blocks)
+        return min(self._most_blocks, steps * self._step_blocks)
+
+    def _make_room(self, needed: int, ample: int) -> None:
+        """Grow where `ample` blocks are not there; only for `needed` ones is that an error."""
+        usable = self._ledger.kv.usable_blocks
+        if min(ample, self._most_blocks) <= usable:
+            return
+        if needed <= usable and self._stopped_at == usable:
+            return
+        least = min(needed, self._most_blocks)  # beyond the context, `extend` refuses
+        try:
+            change = self._ledger.grow_kv(max(least, usable), self._rounded(ample))
+        except DeviceLost:
+            raise
+        except DriverError as error:
+            if least <= usable:
+                self._stopped_at = usable
+                return
+            if isinstance(error, OutOfDeviceMemory):
+                raise self._refusal(least, error) from error
+            raise
+        grown = self._ledger.kv.usable_blocks
+        if grown > usable:
+            self._unsaid.append(change)
+            self._idle_chunks_wanted = True
+        if grown < min(ample, self._most_blocks):
+            self._stopped_at = grown
+        told = sum(change.after.kv - change.before.kv for change in self._unsaid)
+        if told >= self._ledger.plan.chunks_for_blocks(blocks_for(SAID_CELLS)):
+            self.flush()
+
+    def _trim(self, blocks: int) -> None:
+        """Cut the K/V; where that fails it stays as it is, and is said."""
+        kv = self._ledger.kv
+        before = kv.usable_blocks
+        try:
+            change = self._ledger.trim_kv(blocks)
+        except DeviceLost:
+            raise
+        except DriverError as error:
+            self._say(f"the K/V stays at {before * BLOCK_CELLS:,} cells: {error.message}")
+            return
+        self.reconsider()
+        if kv.usable_blocks < before:
+            self._say(
+                f"K/V cut to {kv.usable_blocks * BLOCK_CELLS:,} cells: experts got "
+                f"{change.slots - change.slots_before:,} slots{_resident_text(change)}"
+            )
+
+    def _refusal(self, blocks: int, error: OutOfDeviceMemory) -> OutOfDeviceMemory:
+        ledger = self._ledger
+        numbers = {
+            "cells": blocks * BLOCK_CELLS,
+            "there are": ledger.kv.usable_blocks * BLOCK_CELLS,
+            "bytes needed": error.numbers["needed"],
+            "possible": error.numbers["possible"],
+            "reserve": ledger.reserve_bytes,
+        }
+        return OutOfDeviceMemory(
+            "K/V",
+            0,
+            "no memory to grow",
+            device=ledger.device,
+            numbers=numbers,
+            hint="a shorter text, --ctk int8 --ctv int8, or a smaller --vram-reserve-mib",
+        )
+
+
+def growth_line(changes: list[Change], chunk_bytes: int) -> str:
+    """Return in words what growths came to, and what was given for all of them."""
+    first, last = changes[0], changes[-1]
+    size_bytes = last.after.kv * chunk_bytes
+    unit, of = ("GiB", 30) if size_bytes >= 1 << 30 else ("MiB", 20)
+    cells = size_bytes // last.kv_block_bytes * BLOCK_CELLS
+    text = f"K/V grown to {cells:,} cells ({size_bytes / (1 << of):.2f} {unit})"
+    if len(changes) > 1:
+        text += f" in {len(changes)} steps"
+    given = first.slots_before - last.slots
+    if given > 0:
+        moved = sum(change.moved for change in changes)
+        text += f": experts gave {given:,} slots, {moved:,} hot ones moved"
+    return text + _resident_text(last)
+
+
+def _resident_text(change: Change) -> str:
+    if not change.slots:
+        return ""
+    return f", {change.resident:,} of {change.slots:,} slots hold experts"

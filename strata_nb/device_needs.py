@@ -1,0 +1,78 @@
+"""What options ask of a device's memory, before it is planned: slots, growth, and what to say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strata_nb.backend import Backend
+from strata_nb.cache.elastic import GrowthRules
+from strata_nb.cache.kv_layout import BLOCK_CELLS
+from strata_nb.cache.plan import Needs, Plan
+from strata_nb.cache.slots import SlotLayout, slot_budget
+from strata_nb.errors import ConfigError
+from strata_nb.options import Options, expert_cache_size
+
+
+def slots_wanted(options: Options, slots: SlotLayout, backend: Backend[Any]) -> int | None:
+    """Return how many slots there shall be: 0 for none, None for as many as there is room."""
+    if not slots.layers and options.expert_cache != "auto":
+        raise ConfigError(
+            f"--expert-cache {options.expert_cache}: this model has no experts",
+            hint="leave it out",
+        )
+    if not backend.has_slots:
+        if options.expert_cache != "auto":
+            raise ConfigError(
+                f"--expert-cache {options.expert_cache}: the device {backend.name} reads experts "
+                "where the host has them and has no slots",
+                hint="leave it out, or give a device of its own memory: --device host:1x512MiB",
+            )
+        return 0
+    return slot_budget(expert_cache_size(options.expert_cache), slots) if slots.layers else 0
+
+
+def growth_rules(options: Options, ctx_size: int, backend: Backend[Any]) -> GrowthRules | None:
+    """Return how the K/V grows, None where it has its whole size from the start.
+
+    On the whole machine it does not unless asked to: a machine that runs out of memory ends the
+    process, and refuses nothing.
+    """
+    grows = backend.has_slots if options.kv_grow is None else options.kv_grow
+    sizes = {"--kv-grow-init": options.kv_grow_init, "--kv-grow-step": options.kv_grow_step}
+    for flag, cells in sizes.items():
+        if cells is not None and not grows:
+            raise ConfigError(
+                f"{flag} {cells}: the K/V has its whole size from the start",
+                hint="add --kv-grow" if options.kv_grow is None else "leave out --no-kv-grow",
+            )
+    if options.vram_elastic and not backend.has_slots:
+        raise ConfigError(
+            f"--vram-elastic: the device {backend.name} is the whole machine, of which nothing is "
+            "kept for others",
+            hint="give a device of its own memory: --device host:1x512MiB",
+        )
+    return GrowthRules.of(ctx_size, *sizes.values()) if grows else None
+
+
+def host_bytes(expert_bytes: int, needs: Needs) -> dict[str, int]:
+    """Return what host memory must hold, for people and by bytes."""
+    host = {
+        "experts": expert_bytes,
+        "dense weights and buffers": needs.dense_bytes,
+        f"K/V of {needs.kv_cells:,} cells": needs.kv.bytes_for(needs.kv_cells),
+    }
+    if needs.slots is not None:  # small devices are made of the same memory
+        wanted = needs.slots_wanted or needs.slots.layers
+        host[f"at least {wanted:,} expert slots"] = needs.slots.bytes_of(wanted)
+    return host
+
+
+def reach_warnings(plan: Plan) -> list[str]:
+    """Return a line where the K/V cannot grow to the whole context beside what others have now."""
+    blocks = plan.kv_reach * plan.chunk_bytes // plan.needs.kv.block_bytes
+    cells, most = blocks * BLOCK_CELLS, plan.needs.kv_most_cells
+    if cells >= most:
+        return []
+    return [
+        f"there is memory for {cells:,} of the context's {most:,} cells: a longer text ends there"
+    ]
