@@ -78,6 +78,11 @@ _DEVICE = """\
                                layers, top-k)
   --deterministic              the same bits whatever budget, batch and threads are (on the host
                                they always are the same, of the reference never)"""
+_CONTROL = """\
+  --vram-elastic               let --control change what stays free while the model is open
+  --control PATH               answer lines on a Unix socket at PATH: VRAM [MIB] leaves so much of
+                               the device free for others (alone: as at the start), STATUS
+                               describes the engine"""
 _DEVICE_OF_A_TEXT = _DEVICE.format(context="the model's, at most 8192")
 _DEVICE_OF_CHUNKS = _DEVICE.format(context="512, which is a chunk of the text")
 
@@ -127,6 +132,7 @@ Options:
   --ignore-eos                 never end at the model's own end; the repeat guard is off too
 {_SAMPLING}
 {_DEVICE_OF_A_TEXT}
+{_CONTROL}
 {_OUTPUT}
 """
 
@@ -145,6 +151,7 @@ Options:
   --ignore-eos                 never end at the model's own end; the repeat guard is off too
 {_SAMPLING}
 {_DEVICE_OF_A_TEXT}
+{_CONTROL}
 {_OUTPUT}
 """
 

@@ -363,6 +363,8 @@ class DeviceModel:
     def report(self) -> ModelReport:
         with self._turn:
             self._opened()
+            if self._elastic is not None:
+                self._elastic.flush()  # what is said and what is reported shall agree
             return self._report()
 
     def _report(self) -> ModelReport:

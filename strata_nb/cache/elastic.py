@@ -154,7 +154,7 @@ class ElasticKV:
         if kv.usable_blocks < before:
             self._say(
                 f"K/V cut to {kv.usable_blocks * BLOCK_CELLS:,} cells: experts got "
-                f"{change.slots - change.slots_before:,} slots{_resident_text(change)}"
+                f"{_count(change.slots - change.slots_before, 'slot')}{_resident_text(change)}"
             )
 
     def _refusal(self, blocks: int, error: OutOfDeviceMemory) -> OutOfDeviceMemory:
@@ -188,8 +188,12 @@ def growth_line(changes: list[Change], chunk_bytes: int) -> str:
     given = first.slots_before - last.slots
     if given > 0:
         moved = sum(change.moved for change in changes)
-        text += f": experts gave {given:,} slots, {moved:,} hot ones moved"
+        text += f": experts gave {_count(given, 'slot')}, {_count(moved, 'hot expert')} moved"
     return text + _resident_text(last)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _resident_text(change: Change) -> str:

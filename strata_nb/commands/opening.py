@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from strata_nb.chat import ChatTemplate, choose_template
 from strata_nb.commands.arguments import Arguments, options_from, read_text_file
+from strata_nb.commands.control import ControlSocket
 from strata_nb.commands.figures import device_lines
 from strata_nb.commands.output_files import output_file
 from strata_nb.commands.terminal import note, progress_bar, warn
 from strata_nb.engine import Engine
 from strata_nb.errors import ConfigError
+from strata_nb.options import Options
 
 
 @contextmanager
@@ -23,6 +26,21 @@ def open_engine(arguments: Arguments, ctx_size: int | None = None) -> Iterator[E
         options = replace(options, ctx_size=ctx_size)
     profile = output_file(arguments, "--expert-profile-save")
     trace = output_file(arguments, "--routing-trace")
+    with ExitStack() as around:
+        control = None
+        if (path := arguments.path("--control")) is not None:
+            control = ControlSocket(path)
+            around.callback(control.close)
+        yield from _opened(arguments, options, profile, trace, control)
+
+
+def _opened(
+    arguments: Arguments,
+    options: Options,
+    profile: Path | None,
+    trace: Path | None,
+    control: ControlSocket | None,
+) -> Iterator[Engine]:
     with (
         progress_bar("compiling", unit="kernels") as compiling,
         progress_bar("loading", unit="bytes") as progress,
@@ -46,6 +64,8 @@ def open_engine(arguments: Arguments, ctx_size: int | None = None) -> Iterator[E
                 at_the_end.callback(engine.save_expert_profile, profile)
             if trace is not None:
                 at_the_end.callback(engine.save_routing_trace, trace)
+            if control is not None:
+                at_the_end.enter_context(control.serving(engine))
             yield engine
 
 
