@@ -381,12 +381,15 @@ class HostDriver:
         device = self._streams.device_of(stream)
         self._memory.check_work(destination, size, device)
         self._memory.check_work(source, size, device)
-        self._streams.submit(stream, lambda: pages.copy(destination, source, size))
+        if not self._memory.drops_write(destination, device):
+            self._streams.submit(stream, lambda: pages.copy(destination, source, size))
 
     @_operation
     def fill_async(self, address: int, value: int, size: int, stream: int) -> None:
-        self._memory.check_work(address, size, self._streams.device_of(stream))
-        self._streams.submit(stream, lambda: pages.fill(address, value, size))
+        device = self._streams.device_of(stream)
+        self._memory.check_work(address, size, device)
+        if not self._memory.drops_write(address, device):
+            self._streams.submit(stream, lambda: pages.fill(address, value, size))
 
     @_operation
     def launch_host(self, stream: int, function: Callable[[], object]) -> None:

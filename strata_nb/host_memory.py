@@ -37,6 +37,7 @@ class HostDevice:
     recommended_bytes        what a chunk is charged in; on some cards far more than the minimum
     access_from_base_only    refuse access to the end of a reservation, as some cards do [11]
     refuses_peers            say that paths to its memory exist, and refuse access over them [5]
+    drops_peer_writes        give access over paths to its memory, and lose what is written there
     """
 
     budget_bytes: int
@@ -44,6 +45,7 @@ class HostDevice:
     recommended_bytes: int = SMALL_UNIT_BYTES
     access_from_base_only: bool = False
     refuses_peers: bool = False
+    drops_peer_writes: bool = False
 
     def __post_init__(self) -> None:
         unit, charged = self.minimum_bytes, self.recommended_bytes
@@ -337,6 +339,17 @@ class HostMemory:
                     _require(self.can_access(device, owner), 5, f"{where}: no path to {owner}")
                     return
         raise RuleViolation(16, f"{where}: no memory that a device may use")
+
+    def drops_write(self, address: int, device: int) -> bool:
+        """Return whether what `device` writes to these bytes is lost on the way."""
+        with self._lock:
+            for base, reservation in self._reservations.items():
+                if base <= address < base + reservation.size:
+                    index = bisect_right(reservation.starts, address) - 1
+                    mapping = reservation.mappings[reservation.starts[index]]
+                    owner = mapping.chunk.device
+                    return owner != device and self._device(owner).facts.drops_peer_writes
+        return False
 
     def close(self) -> None:
         """Give everything back to the system; may be called twice."""
