@@ -26,7 +26,8 @@ import numpy.typing as npt
 from strata_nb import device_needs, loading, models
 from strata_nb.addresses import memory_view
 from strata_nb.backend import Backend
-from strata_nb.cache.capacity import Change, Ledger
+from strata_nb.cache.accounts import Change
+from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.elastic import ElasticKV
 from strata_nb.cache.experts import ExpertArena, HostArena, Tier
 from strata_nb.cache.kv import KVCache

@@ -346,7 +346,11 @@ class Engine:
     ) -> Generation:
         """Continue `ids` in a fresh session; see `Session.generate`. The prompt is read at once."""
         session = self.open_session()
-        session.extend(ids)
+        try:
+            session.extend(ids)
+        except BaseException:
+            session.close()  # and not when the error is forgotten, which holds it until then
+            raise
         return session.generate(
             max_tokens=max_tokens, sampling=sampling, stop=stop, ignore_eos=ignore_eos
         )

@@ -131,6 +131,10 @@ class Generation(Iterator[Token]):
             self._session.make_room()
         except OutOfDeviceMemory as error:
             self.finish, self.refusal = "memory", error
+            cause: BaseException | None = error
+            while cause is not None:  # their frames hold this very object, and so its K/V
+                cause.__traceback__ = None
+                cause = cause.__cause__ or cause.__context__
 
     def _count(self) -> None:
         now = time.perf_counter()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -336,3 +339,63 @@ def test_sizes_of_a_growth_that_is_not_there_are_refused(tiny: Path, flag: str) 
     assert refused.value.hint == "add --kv-grow"
     with pytest.raises(ConfigError, match="whole size from the start"):
         Engine.open(Options(tiny, device="host:1x64MiB", kv_grow=False, **{flag: 64}))
+
+
+def budget_of(path: Path, ctx: int, extra_mib: int) -> str:
+    """Return a device that holds a dense model's weights and buffers, and so much more."""
+    with opened(path, ctx=ctx) as one:
+        dense_kib = one.report().devices[0].bytes_by_owner["dense"] >> 10
+    return f"host:1x{dense_kib + 1 + (extra_mib << 10)}KiB"
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("context", "tokens"), [(512, 110), pytest.param(4096, 4000, marks=pytest.mark.slow)]
+)
+def test_a_real_model_writes_the_same_with_a_kv_that_grows(
+    smollm2: Path, context: int, tokens: int
+) -> None:
+    written = []
+    sizes: list[dict[str, Any]] = [
+        {"kv_grow": False},
+        {"kv_grow_init": 256, "kv_grow_step": 1},
+        {"kv_grow_init": 64, "vram_elastic": True},
+    ]
+    for size in sizes:
+        options = Options(smollm2, device="host:1x700MiB", ctx_size=context, prefill=64, **size)
+        with Engine.open(options) as engine:
+            ids = engine.encode("Once upon a time, in a village by the sea,")
+            generation = engine.generate(ids, sampling=GREEDY, max_tokens=tokens, ignore_eos=True)
+            written.append([])
+            for number, token in enumerate(generation):
+                written[-1].append(token.id)
+                if options.vram_elastic and number % 30 == 20:
+                    engine.set_vram_reserve(200 if number % 60 == 20 else None)
+            cells = engine.describe().kv_cells
+            assert cells >= context if size == sizes[0] else cells <= context + 64
+    assert len(written[0]) == tokens
+    assert written[1] == written[2] == written[0]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("mib", [8, pytest.param(32, marks=pytest.mark.slow)])
+def test_a_real_model_on_its_weights_and_little_more_runs_until_its_kv_is_full(
+    smollm2: Path, mib: int
+) -> None:
+    options = Options(smollm2, device=budget_of(smollm2, 4096, mib), ctx_size=4096, prefill=64)
+    with Engine.open(replace(options, kv_grow_init=64)) as engine:
+        block_bytes = engine._device().ledger.plan.needs.kv.block_bytes
+        possible = (mib << 20) // block_bytes * 64
+        ids = engine.encode("The tide came in. " * 4000)[: possible - 100]
+        generation = engine.generate(ids, sampling=GREEDY, ignore_eos=True)
+        count = sum(1 for _ in generation)
+        assert generation.finish == "memory"
+        assert possible - 64 < len(ids) + count <= possible + 1
+        with pytest.raises(OutOfDeviceMemory):  # the conversation above is still there
+            engine.generate(ids[:50])
+        gc.disable()
+        del generation  # what it holds goes with it, and not later
+        try:
+            assert len(list(engine.generate(ids[:50], sampling=GREEDY, max_tokens=5))) == 5
+        finally:
+            gc.enable()

@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from strata_nb.cache.capacity import Change
+from strata_nb.cache.accounts import Change
 from strata_nb.cache.experts import Tier
 from strata_nb.errors import ConfigError, DriverError, OutOfDeviceMemory
 

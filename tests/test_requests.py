@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from strata_nb.addresses import memory_view
 from strata_nb.cache import requests
-from strata_nb.cache.capacity import Change, Ledger
+from strata_nb.cache.accounts import Change
+from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.moves import choose_moves
 from strata_nb.cache.plan import Holdings, Needs, plan_capacity
 from strata_nb.cache.requests import Situation
@@ -86,7 +87,8 @@ def situations(draw: st.DrawFn) -> Situation:
     live = draw(st.integers(0, held.kv * UNIT // KV.block_bytes))
     kv_limit = draw(st.sampled_from([PLAN.kv_chunks, held.kv]))
     arena_limit = draw(st.sampled_from([PLAN.arena_chunks, held.experts + loan]))
-    return Situation(0, PLAN, held, draw(st.integers(0, 20)), live, kv_limit, arena_limit)
+    obtainable, owed = draw(st.sampled_from([(20, 0), (3, 0), (0, 0), (0, 4)]))
+    return Situation(0, PLAN, held, obtainable, owed, live, kv_limit, arena_limit)
 
 
 REQUESTS: dict[str, Callable[[Situation, int], Holdings]] = {
@@ -131,12 +133,13 @@ def test_a_plan_keeps_the_rules_whatever_was_before(now: Situation, name: str, c
     if name in ("prepare", "take_back", "attach", "end_loan"):
         assert wanted.kv == held.kv
     if name == "trim_kv":
-        assert wanted.chunks <= held.chunks
+        given_up = held.kv - wanted.kv
+        assert held.chunks - wanted.chunks >= min(given_up, now.owed)
 
 
 def test_growth_takes_spare_memory_first_then_the_systems_then_experts() -> None:
     held = Holdings(experts=15, kv=13, spare=2)
-    now = Situation(0, PLAN, held, 3, 2, PLAN.kv_chunks, PLAN.arena_chunks)
+    now = Situation(0, PLAN, held, 3, 0, 2, PLAN.kv_chunks, PLAN.arena_chunks)
     steps = [requests.grow_kv(now, blocks, blocks) for blocks in (2, 3, 4)]
     assert [step.kv - held.kv for step in steps] == [0, 6, 12]
     assert [step.spare for step in steps] == [2, 0, 0]
@@ -343,6 +346,20 @@ def test_a_reserve_holds_against_later_growth(world: World) -> None:
     assert free_bytes(world) >= 6 * UNIT
     ledger.trim_kv(2)
     assert free_bytes(world) >= 6 * UNIT
+
+
+def test_what_a_trim_frees_goes_to_others_first_where_they_lack_it(world: World) -> None:
+    ledger = ledger_of(world)
+    warm(ledger)
+    ledger.grow_kv(4, 4)
+    sequence = write_cells(ledger, list(range(250)))
+    ledger.set_reserve(14 * UNIT)
+    slots = ledger.experts.usable_slots
+    assert free_bytes(world) < 14 * UNIT  # four blocks are live
+    ledger.kv.close_sequence(sequence)
+    ledger.trim_kv(2)
+    assert free_bytes(world) >= 14 * UNIT
+    assert ledger.experts.usable_slots >= slots
 
 
 def test_memory_that_others_take_meanwhile_is_made_up_for(world: World) -> None:

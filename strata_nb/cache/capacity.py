@@ -17,10 +17,11 @@ would all have to be proved.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from strata_nb.cache import requests
+from strata_nb.cache.accounts import Account, Change, Report
 from strata_nb.cache.experts import ExpertArena
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS
@@ -31,62 +32,6 @@ from strata_nb.interrupts import interrupts_later
 from strata_nb.vmm import ChunkPool, MemoryDriver, Range
 
 RESERVE_ROUNDS = 4  # of giving and looking again, where others take memory at the same time
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """Count a device's chunks by owner; the parts add up to the capacity."""
-
-    capacity: int
-    experts: int
-    kv: int
-    loan: int
-    spare: int
-    given_back: int
-    stuck: int
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Describe a device's ledger for people.
-
-    slots, resident   expert slots, and how many hold an expert
-    kv_cells          there is memory for
-    bytes_by_owner    what each has; the ledger's owners by the names of `Account`, and dense
-    """
-
-    device: int
-    chunk_bytes: int
-    slots: int
-    resident: int
-    kv_cells: int
-    bytes_by_owner: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Say what a request did.
-
-    request          its name: that of the ledger's method
-    before, after    what each owner held
-    kv_block_bytes   of 64 cells
-    slots, resident  expert slots that there are now, and how many hold an expert
-    slots_before     that there were
-    moved, filled    experts that moved to other slots, and that came from the host's memory
-    error            why nothing, or not all, was done; empty where all went well
-    """
-
-    device: int
-    request: str
-    before: Holdings
-    after: Holdings
-    kv_block_bytes: int
-    slots_before: int
-    slots: int
-    resident: int
-    moved: int = 0
-    filled: int = 0
-    error: str = ""
 
 
 class Tenant(Protocol):
@@ -238,8 +183,8 @@ class Ledger:
 
     def _what_is_short(self) -> Holdings:
         """Plan to give the system what is missing from the reserve."""
-        short = self.reserve_bytes - self._driver.mem_info(self.device)[0]
-        return requests.give_back(self._now(), max(0, -(-short // self.plan.chunk_bytes)))
+        now = self._now()
+        return requests.give_back(now, now.owed)
 
     def _ask(self, request: str, plan: Callable[[], Holdings], *, refill: bool = False) -> Change:
         """Carry out what a request comes to, and announce it."""
@@ -286,13 +231,14 @@ class Ledger:
             raise self._lost
         free_bytes, _ = self._driver.mem_info(self.device)
         left = self.plan.capacity - self._pool.account().capacity
-        affordable = max(0, free_bytes - self.reserve_bytes) // self.plan.chunk_bytes
+        affordable = (free_bytes - self.reserve_bytes) // self.plan.chunk_bytes  # or owed, below 0
         limits = {owner: range_.limit_chunks for owner, range_ in self._ranges.items()}
         return Situation(
             device=self.device,
             plan=self.plan,
             held=self.holdings(),
-            obtainable=min(left, affordable),
+            obtainable=max(0, min(left, affordable)),
+            owed=max(0, -affordable),
             live_blocks=self.kv.live_blocks,
             kv_limit=limits.get("kv", 0),
             arena_limit=limits.get("experts", 0),

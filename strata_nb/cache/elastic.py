@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from strata_nb.cache.capacity import Change, Ledger
+from strata_nb.cache.accounts import Change
+from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.kv_layout import BLOCK_CELLS, blocks_for
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory
 
@@ -172,7 +173,8 @@ class ElasticKV:
             "no memory to grow",
             device=ledger.device,
             numbers=numbers,
-            hint="a shorter text, --ctk int8 --ctv int8, or a smaller --vram-reserve-mib",
+            hint="a shorter text, --ctk int8 --ctv int8, a smaller --vram-reserve-mib, or the end "
+            "of another conversation",
         )
 
 

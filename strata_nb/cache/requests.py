@@ -29,6 +29,7 @@ class Situation:
     device         its number, for people
     plan, held     how it is cut up, and who has what
     obtainable     chunks that the system would give and that need not stay free for others
+    owed           chunks that are missing from what is to stay free
     live_blocks    K/V blocks that sequences hold
     kv_limit, arena_limit   chunks that the ranges can map; less than is reserved once one is stuck
     """
@@ -37,6 +38,7 @@ class Situation:
     plan: Plan
     held: Holdings
     obtainable: int
+    owed: int
     live_blocks: int
     kv_limit: int
     arena_limit: int
@@ -85,10 +87,14 @@ def grow_kv(now: Situation, least_blocks: int, wanted_blocks: int) -> Holdings:
 
 
 def trim_kv(now: Situation, blocks: int) -> Holdings:
-    """Plan a K/V of `blocks` blocks, more where more are live; experts get what it gives up."""
+    """Plan a K/V of `blocks` blocks, more where more are live.
+
+    Experts get what it gives up, but for what is owed to others.
+    """
     plan, held = now.plan, now.held
     kv = min(held.kv, plan.chunks_for_blocks(max(blocks, now.live_blocks)))
-    return replace(held, kv=kv, experts=held.experts + min(held.kv - kv, now.arena_takes))
+    for_experts = min(max(0, held.kv - kv - now.owed), now.arena_takes)
+    return replace(held, kv=kv, experts=held.experts + for_experts)
 
 
 def give_back(now: Situation, chunks: int) -> Holdings:
