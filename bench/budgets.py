@@ -51,7 +51,7 @@ def main() -> None:
     expected: list[str] = []
     for share in ["host", *arguments["--shares"].split(",")]:
         device = "host" if share == "host" else f"host:1x{budget_mib(model, context, share)}MiB"
-        options = Options(model, device, ctx_size=context, deterministic=True)
+        options = Options(model, device, ctx_size=context, deterministic=True, kv_grow=False)
         with Engine.open(options) as engine:
             start = time.perf_counter()
             found = list(digests(engine, tokens))
@@ -107,7 +107,8 @@ def digests(engine: Engine, tokens: int) -> Iterator[str]:
 
 def budget_mib(model: Path, context: int, share: str) -> int:
     """Return the smallest budget, in MiB, with room for a share of the experts."""
-    with Engine.open(Options(model, "host:1x1048576MiB", ctx_size=context)) as engine:
+    whole = Options(model, "host:1x1048576MiB", ctx_size=context, kv_grow=False)
+    with Engine.open(whole) as engine:
         on_device = engine._on_device
         if on_device is None:
             raise AssertionError("a device has a model")

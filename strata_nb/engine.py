@@ -86,6 +86,7 @@ class Engine:
                      one without `Options.threads`
     ctx_size         cells of a session's K/V; `prefill_rows` of a prompt batch
     load_s           seconds that opening took
+    say              called with lines about what happens to memory; may be exchanged
     warnings         one line each, for the user
     expert_profile   the file that ranked its experts at the start, None where there was none
     """
@@ -100,6 +101,7 @@ class Engine:
         resources: ExitStack,
     ) -> None:
         started = time.perf_counter()
+        self.say = say
         self.device = "host" if options.device == "auto" else options.device
         self.threads = options.threads or cpu.physical_cores()
         self.description: Description = models.describe(file)
@@ -124,7 +126,7 @@ class Engine:
             self._model = self._open_judge(file, options, progress)
         else:
             self._model = self._on_device = self._open_device(
-                file, options, progress, compiling, say, resources
+                file, options, progress, compiling, resources
             )
         self.warnings += self._model.warnings
         self._resources = resources.pop_all()
@@ -173,7 +175,6 @@ class Engine:
         options: Options,
         progress: Progress | None,
         compiling: Progress | None,
-        say: Callable[[str], None],
         resources: ExitStack,
     ) -> DeviceModel:
         # Here, because these load Numba, which the judge does without.
@@ -192,7 +193,7 @@ class Engine:
             backend,
             progress=progress,
             compiling=compiling,
-            say=say,
+            say=lambda line: self.say(line),
         )
 
     @classmethod

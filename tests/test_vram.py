@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import socket
 import stat
@@ -312,3 +313,22 @@ def test_generate_keeps_what_was_written_when_memory_ends(model: Path) -> None:
     assert re.match(r"strata_nb: K/V on device 0: no memory to grow, cells [\d,]+, there", cause)
     assert hint.startswith("hint: a shorter text")
     assert run.stdout
+
+
+def test_on_a_terminal_growth_is_told_after_the_text(model: Path) -> None:
+    command = [sys.executable, "-m", "strata_nb", "generate", "-m", str(model), "-p", "abc"]
+    command += ["--device", "host:1x9MiB@64KiB", "-c", "4096", "--prefill", "64"]
+    command += ["--kv-grow-init", "64", "--kv-grow-step", "1024"]
+    command += ["-n", "400", "--ignore-eos", "--temp", "0"]
+    piped = subprocess.run(command, capture_output=True, check=True)
+    seen, output = pty.openpty()
+    with open(seen, "rb", closefd=True) as terminal:
+        running = subprocess.Popen(command, stdout=output, stderr=output)
+        os.close(output)
+        text = b""
+        with suppress(OSError):  # what a terminal says at its end
+            while part := os.read(terminal.fileno(), 4096):
+                text += part
+        assert running.wait() == 0
+    assert piped.stdout.rstrip(b"\n").replace(b"\n", b"\r\n") in text
+    assert text.count(b"K/V grown to ") == 1

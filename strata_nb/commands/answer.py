@@ -79,6 +79,22 @@ def read_prompt(session: Session, ids: list[int], figures: Figures, verbose: boo
         note(f"read {len(ids)} prompt tokens in {took:.2f} s")
 
 
+@contextmanager
+def notes_later(engine: Engine) -> Iterator[None]:
+    """Keep what the engine says to the end, where a terminal would show it amid the text."""
+    if not sys.stdout.isatty():
+        yield
+        return
+    lines: list[str] = []
+    say, engine.say = engine.say, lines.append
+    try:
+        yield
+    finally:
+        engine.say = say
+        for line in lines:
+            say(line)
+
+
 def write_answer(
     generation: Generation, figures: Figures, prompt_s: float, before: str = ""
 ) -> str:

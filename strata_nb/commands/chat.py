@@ -13,6 +13,7 @@ import sys
 from strata_nb.chat import encode_chat
 from strata_nb.commands.answer import (
     max_tokens_from,
+    notes_later,
     read_prompt,
     reported,
     stops_from,
@@ -119,7 +120,8 @@ def run(arguments: Arguments) -> int:
                     stop=stops,
                     ignore_eos=arguments.flag("--ignore-eos"),
                 )
-                answer = write_answer(generation, figures, figures.prompt_s - earlier_s)
+                with notes_later(engine):
+                    answer = write_answer(generation, figures, figures.prompt_s - earlier_s)
                 messages = [*turn, {"role": "assistant", "content": answer}]
                 if generation.refusal is not None:
                     if not interactive:

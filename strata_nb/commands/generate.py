@@ -9,6 +9,7 @@ from strata_nb import story_model
 from strata_nb.chat import encode_chat
 from strata_nb.commands.answer import (
     max_tokens_from,
+    notes_later,
     read_prompt,
     reported,
     stops_from,
@@ -135,7 +136,8 @@ def run(arguments: Arguments) -> int:
                 ignore_eos=arguments.flag("--ignore-eos"),
             )
             before = prompt.text if prompt.shown else ""
-            write_answer(generation, figures, figures.prompt_s, before)
+            with notes_later(engine):
+                write_answer(generation, figures, figures.prompt_s, before)
             if generation.refusal is not None:
                 raise generation.refusal
     return 0
