@@ -68,7 +68,7 @@ _DEVICE = """\
   --kv-grow                    begin with a small K/V and grow it as the text needs, experts use the
                                memory meanwhile (the default, but not on the whole machine: host)
   --no-kv-grow                 take memory for the whole context at the start
-  --kv-grow-init N             cells to begin with (default: a quarter of the context, 256 to 16384)
+  --kv-grow-init N             cells to begin with (default: a quarter of the context, 512 to 16384)
   --kv-grow-step N             cells to grow by (default: an eighth of the context, 64 to 8192)
   --expert-profile FILE        fill the slots at the start in the order of this file; without slots
                                it is only what --expert-profile-save goes on with (default: of the

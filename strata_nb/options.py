@@ -95,7 +95,7 @@ class Options:
     vram_elastic    whether `Engine.set_vram_reserve` may change that while the model is open
     kv_grow         whether the K/V begins small and grows as text needs it; None: on a device of
                     its own memory, where experts use the rest meanwhile
-    kv_grow_init    cells that it begins with; None: a quarter of the context, 256 to 16,384
+    kv_grow_init    cells that it begins with; None: a quarter of the context, 512 to 16,384
     kv_grow_step    cells that it grows by; None: an eighth of the context, 64 to 8,192
     deterministic   a row's bits depend on its own tokens alone: not on how a prompt is cut, on the
                     number of threads, or on which experts are resident. The host always computes so

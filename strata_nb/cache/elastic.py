@@ -24,7 +24,7 @@ from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory
 
 MOST_INIT_CELLS = 16_384
 MOST_STEP_CELLS = 8_192
-LEAST_INIT_CELLS = 256
+LEAST_INIT_CELLS = 512  # a short prompt and what is ahead of it
 AHEAD_CELLS = 64  # of a window, so that growth comes before it is needed
 PROMPT_AHEAD_CELLS = 256  # of a prompt, for the answer's beginning
 SAID_CELLS = 1_024  # smaller growths are said together
