@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -414,7 +416,7 @@ def test_a_helping_device_is_attached_and_detached() -> None:
     world.end()
 
 
-# Pairs, faults, announcements.
+# Pairs, faults, interrupts, announcements.
 
 PAIRS: dict[str, Callable[[Ledger], object]] = {
     "the K/V grows": lambda ledger: ledger.grow_kv(3, 4),
@@ -477,6 +479,25 @@ def test_whatever_call_fails_requests_leave_tables_and_accounts_right(
         if not reached:
             break
     assert nth > 1 or undoing_fails
+
+
+@pytest.mark.parametrize("operation", ["synchronize", "unmap", "map", "set_access"])
+def test_an_interrupt_comes_when_a_change_is_whole(world: World, operation: str) -> None:
+    ledger = ledger_of(world)
+    warm(ledger)
+    call = getattr(world.driver, operation)
+
+    def interrupted(*arguments: object) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return call(*arguments)
+
+    setattr(world.driver, operation, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ledger.grow_kv(3, 3)
+    setattr(world.driver, operation, call)
+    assert ledger.kv.usable_blocks == 3
+    world.check()
+    ledger.trim_kv(2)
 
 
 def test_every_request_is_announced_once_with_what_it_did(world: World) -> None:

@@ -43,7 +43,6 @@ class Change:
 
     request          its name: that of the ledger's method
     before, after    what each owner held
-    kv_block_bytes   of 64 cells
     slots, resident  expert slots that there are now, and how many hold an expert
     slots_before     that there were
     moved, filled    experts that moved to other slots, and that came from the host's memory
@@ -54,7 +53,6 @@ class Change:
     request: str
     before: Holdings
     after: Holdings
-    kv_block_bytes: int
     slots_before: int
     slots: int
     resident: int

@@ -203,7 +203,6 @@ class Ledger:
                 request,
                 before,
                 self.holdings(),
-                self.kv.layout.block_bytes,
                 slots,
                 self.experts.usable_slots,
                 self.experts.resident,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from strata_nb.cache.accounts import Change
 from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.kv_layout import BLOCK_CELLS, blocks_for
+from strata_nb.cache.plan import Plan
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory
 
 MOST_INIT_CELLS = 16_384
@@ -103,7 +104,7 @@ class ElasticKV:
     def flush(self) -> None:
         """Say what was not worth a line of its own."""
         if self._unsaid:
-            self._say(growth_line(self._unsaid, self._ledger.plan.chunk_bytes))
+            self._say(growth_line(self._unsaid, self._ledger.plan))
             self._unsaid = []
 
     def _rounded(self, blocks: int) -> int:
@@ -178,12 +179,13 @@ class ElasticKV:
         )
 
 
-def growth_line(changes: list[Change], chunk_bytes: int) -> str:
+def growth_line(changes: list[Change], plan: Plan) -> str:
     """Return in words what growths came to, and what was given for all of them."""
     first, last = changes[0], changes[-1]
-    size_bytes = last.after.kv * chunk_bytes
+    size_bytes = last.after.kv * plan.chunk_bytes
     unit, of = ("GiB", 30) if size_bytes >= 1 << 30 else ("MiB", 20)
-    cells = size_bytes // last.kv_block_bytes * BLOCK_CELLS
+    blocks = size_bytes // plan.needs.kv.block_bytes
+    cells = min(blocks * BLOCK_CELLS, plan.needs.kv_most_cells)  # the last chunk may hold more
     text = f"K/V grown to {cells:,} cells ({size_bytes / (1 << of):.2f} {unit})"
     if len(changes) > 1:
         text += f" in {len(changes)} steps"
