@@ -63,6 +63,8 @@ _DEVICE = """\
   --expert-profile-save FILE   write which experts were used most, for the next start
   --routing-trace FILE         write the experts of every token that is read: int16 .npy (tokens,
                                layers, top-k)
+  --trace FILE                 write every driver call and what the ledger did to FILE, on a device
+                               made of memory (host:1x512MiB): for `strata_nb inspect`
   --deterministic              the same bits whatever budget, batch and threads are (on the host
                                they always are the same, of the reference never)"""
 _DEVICE_OF_A_TEXT = _DEVICE.format(context="the model's, at most 8192")

@@ -98,6 +98,12 @@ class Engine:
         self.prefill_rows = min(prefill, self.ctx_size)
         self._on_device: DeviceModel | None = None
         self._model: StepModel
+        if options.trace is not None and self.device in ("host", REFERENCE):
+            raise ConfigError(
+                f"--trace {options.trace}: the device {self.device} has no memory of its own, of "
+                "which every chunk could be followed",
+                hint="give a device made of memory: --device host:1x512MiB",
+            )
         if self.device == REFERENCE:
             self._model = self._open_judge(file, options, progress)
         else:
@@ -152,8 +158,13 @@ class Engine:
         # Here, because these load Numba, which the judge does without.
         from strata_nb.backend import HostBackend
         from strata_nb.device_model import DeviceModel
+        from strata_nb.tracing import Recorder
 
-        backend = HostBackend(self.device, self.threads)
+        recorder = None
+        if options.trace is not None:
+            recorder = Recorder(options.trace, say=say)
+            resources.callback(recorder.close)
+        backend = HostBackend(self.device, self.threads, recorder)
         resources.callback(backend.close)
         self.warnings += backend.warnings
         return DeviceModel(
@@ -166,6 +177,7 @@ class Engine:
             progress=progress,
             compiling=compiling,
             say=say,
+            announce=recorder.announce if recorder is not None else None,
         )
 
     @classmethod

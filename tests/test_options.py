@@ -36,6 +36,7 @@ FLAGS = {
     "expert_profile": "--expert-profile",
     "expert_profile_save": "--expert-profile-save",
     "routing_trace": "--routing-trace",
+    "trace": "--trace",
 }
 
 REAL_FIELDS = {
@@ -67,7 +68,7 @@ REFUSED_OPTIONS: list[tuple[str, Any]] = [
     *(("deterministic", value) for value in (0, 1, None, "yes")),
     *(
         (name, value)
-        for name in ("expert_profile", "expert_profile_save", "routing_trace")
+        for name in ("expert_profile", "expert_profile_save", "routing_trace", "trace")
         for value in ("", 5)
     ),
     *(("ctx_size", value) for value in (0, -1, 2**31, 1.5, "2048", True)),
@@ -111,6 +112,7 @@ def test_options_leave_every_choice_but_the_model_to_the_engine() -> None:
         "expert_profile": None,
         "expert_profile_save": None,
         "routing_trace": None,
+        "trace": None,
     }
 
 

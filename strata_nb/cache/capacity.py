@@ -15,7 +15,7 @@ Rejected: an operation for each kind of request, whose pairs would all have to b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from strata_nb.cache.experts import ExpertArena
@@ -23,6 +23,7 @@ from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.cache.plan import Holdings, Plan
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
+from strata_nb.tracing import Announce
 from strata_nb.vmm import ChunkPool, MemoryDriver, Range
 
 
@@ -72,6 +73,8 @@ class Ledger:
     Making one takes no memory; `open` does. `close` may be called at any time, also after an `open`
     that failed, and again: what it could not free it still owns. Every failure of a change leaves
     valid tables and a balanced account.
+
+    announce   called with every event of docs/trace.md; it must not call the ledger
     """
 
     def __init__(
@@ -83,7 +86,9 @@ class Ledger:
         experts: ExpertArena,
         *,
         say: Callable[[str], None],
+        announce: Announce | None = None,
     ) -> None:
+        self._announce = announce
         self.device = device
         self.plan = plan
         self.kv = kv
@@ -129,6 +134,8 @@ class Ledger:
         except DeviceLost as error:
             self._lost = error
             raise
+        finally:
+            self._tell("account", chunk_bytes=plan.chunk_bytes, **asdict(self.account()))
         self._check_account()
 
     def holdings(self) -> Holdings:
@@ -188,8 +195,8 @@ class Ledger:
         """
         self.kv.clear()
         self._loan = 0
-        for tenant in (self.kv, self.experts):
-            tenant.resize(0)
+        for owner in ("kv", "experts"):
+            self._resize(owner, 0)
         if self._lost is None and self._ranges:
             try:
                 self._drain()
@@ -207,8 +214,12 @@ class Ledger:
 
     def _reserve(self, owner: str, chunks: int, tenant: Tenant) -> None:
         if chunks:
-            self._ranges[owner] = self._pool.open_range(chunks)
-            tenant.place(self._ranges[owner].base)
+            size, range_ = self.plan.chunk_bytes, self._pool.open_range(chunks)
+            self._ranges[owner] = range_
+            self._tell(
+                "range", owner=owner, address=range_.base, size=chunks * size, chunk_bytes=size
+            )
+            tenant.place(range_.base)
 
     def _mapped(self, owner: str) -> int:
         return self._ranges[owner].mapped_chunks if owner in self._ranges else 0
@@ -257,8 +268,8 @@ class Ledger:
         lost_slots, loan_ends = wanted.experts < held.experts, wanted.loan < held.loan
         if not (lost_slots or loan_ends or any(surplus.values())):
             return
-        self.kv.resize(min(wanted.kv, held.kv) * size)
-        self.experts.resize(min(wanted.experts, held.experts) * size)
+        self._resize("kv", min(wanted.kv, held.kv) * size)
+        self._resize("experts", min(wanted.experts, held.experts) * size)
         for owner, range_ in self._ranges.items():
             range_.retire(surplus[owner])
         try:
@@ -289,8 +300,20 @@ class Ledger:
     def _publish(self, held: Holdings) -> None:
         """Let each owner use what is mapped for it."""
         self._loan = held.loan
-        self.kv.resize(held.kv * self.plan.chunk_bytes)
-        self.experts.resize(held.experts * self.plan.chunk_bytes)
+        self._resize("kv", held.kv * self.plan.chunk_bytes)
+        self._resize("experts", held.experts * self.plan.chunk_bytes)
+
+    def _resize(self, owner: str, usable_bytes: int) -> None:
+        """Let an owner's tables name its first `usable_bytes`."""
+        tenant: Tenant = self.kv if owner == "kv" else self.experts
+        tenant.resize(usable_bytes)
+        if owner in self._ranges:
+            base = self._ranges[owner].base
+            self._tell("publish", owner=owner, address=base, size=usable_bytes)
+
+    def _tell(self, kind: str, **fields: object) -> None:
+        if self._announce is not None:
+            self._announce({"kind": kind, "device": self.device, **fields})
 
     def _release(self, spare: int) -> None:
         """Give the system what is spare beyond `spare`; a chunk that fails is stuck, and said."""

@@ -23,6 +23,7 @@ def open_engine(arguments: Arguments, ctx_size: int | None = None) -> Iterator[E
         options = replace(options, ctx_size=ctx_size)
     profile = output_file(arguments, "--expert-profile-save")
     trace = output_file(arguments, "--routing-trace")
+    output_file(arguments, "--trace")  # the engine writes it as it goes; here it may be refused
     with (
         progress_bar("compiling", unit="kernels") as compiling,
         progress_bar("loading", unit="bytes") as progress,
