@@ -129,13 +129,17 @@ class Ledger:
         fits = wanted.kv <= plan.kv_chunks and wanted.experts + wanted.loan <= plan.arena_chunks
         if min(parts) < 0 or wanted.chunks > plan.capacity or not fits:
             raise RuleViolation(9, f"{wanted} of {plan}")
+        error = ""
         try:
             self._change(wanted)
-        except DeviceLost as error:
-            self._lost = error
+        except BaseException as failure:
+            error = str(failure) or type(failure).__name__
+            if isinstance(failure, DeviceLost):
+                self._lost = failure
             raise
         finally:
-            self._tell("account", chunk_bytes=plan.chunk_bytes, **asdict(self.account()))
+            counts = asdict(self.account())
+            self._tell("account", chunk_bytes=plan.chunk_bytes, **counts, error=error)
         self._check_account()
 
     def holdings(self) -> Holdings:
