@@ -38,6 +38,7 @@ Commands:
   info        show what is in a model file and what would fit where
   perplexity  measure how well a model predicts a text, or compare two runs
   devices     show on what models can run here
+  inspect     check what a run did to a device's memory, and look at it
 """
 
 _MODEL = """\
@@ -194,6 +195,19 @@ Options:
   -h, --help                   show this text
 """
 
+INSPECT_USAGE = """\
+Check what a run did to a device's memory, and make a page to look at it.
+
+Usage:
+  strata_nb inspect [options] [--] [FILE]
+
+FILE is what generate --trace FILE wrote. The status is 1 where a rule of memory was broken.
+
+Options:
+  --html FILE                  write one HTML page: addresses and chunks over time, with every call
+  -h, --help                   show this text
+"""
+
 USAGE = {
     "generate": GENERATE_USAGE,
     "chat": CHAT_USAGE,
@@ -201,6 +215,7 @@ USAGE = {
     "info": INFO_USAGE,
     "perplexity": PERPLEXITY_USAGE,
     "devices": DEVICES_USAGE,
+    "inspect": INSPECT_USAGE,
 }
 
 

@@ -164,7 +164,7 @@ class Checker:
             yield 10, f"a chunk of {size:,} bytes on a device of units of {facts.minimum_bytes:,}"
         if line["result"] in self.memory.chunks:
             yield 3, f"chunk {line['result']} was created, and exists already"
-        taken = self._charged(device) + size
+        taken = self.memory.taken[device] + size
         if taken > facts.memory_bytes:
             yield 9, f"device {device} of {facts.memory_bytes:,} bytes gave {taken:,}"
         created, released = self._change.get(device, (0, 0))
@@ -195,9 +195,9 @@ class Checker:
         if found is None or address + chunk.size > found.address + found.size:
             yield 1, f"mapped {chunk.size:,} bytes at {address:#x}, outside every reservation"
             return
-        for at, other in found.mappings.items():
-            if at < address + chunk.size and address < at + other.chunk.size:
-                yield 3, f"mapped chunk {handle} at {address:#x} over chunk {other.chunk.handle}"
+        other = found.overlapping(address, chunk.size)
+        if other is not None:
+            yield 3, f"mapped chunk {handle} at {address:#x} over chunk {other.chunk.handle}"
         if found.device is None:
             return
         if found.device != chunk.device:
@@ -206,7 +206,7 @@ class Checker:
                 f"mapped chunk {handle} of device {chunk.device} into the {found.owner} of "
                 f"device {found.device}",
             )
-        if any(mapping.retired is not None for mapping in found.mappings.values()):
+        if found.retired:
             yield 7, f"the {found.owner} grew with retired chunks still mapped"
         expected = found.address + found.prefix * found.chunk_bytes
         if address != expected and address not in found.mappings:
@@ -244,9 +244,9 @@ class Checker:
                     f"unmapped chunk {chunk.handle} at {address:#x}, for {left} pieces of work of "
                     f"stream {number}, up to that of line {last:,}, nobody has waited",
                 )
-        if found.device is None or mapping.stuck:
+        if found.device is None or address in found.stuck:
             return
-        last_address = max(at for at, other in found.mappings.items() if not other.stuck)
+        last_address = found.address + (found.prefix - 1) * found.chunk_bytes
         if address != last_address:
             yield (
                 16,
@@ -283,20 +283,13 @@ class Checker:
 
     def _check_mem_info(self, line: Line) -> Iterator[tuple[int, str]]:
         free, total = line["result"]
-        held = self._charged(line["device"])
+        held = self.memory.taken[line["device"]]
         if not 0 <= free <= total or total - free < held:
             yield (
                 9,
                 f"device {line['device']} says that {total - free:,} of {total:,} bytes are "
                 f"taken, the trace holds {held:,}",
             )
-
-    def _charged(self, device: int) -> int:
-        """Return what the chunks and blocks of a device take of its memory, at least."""
-        unit = self._devices[device].charged_bytes
-        chunks = (chunk.size for chunk in self.memory.chunks.values() if chunk.device == device)
-        blocks = (block.size for block in self.memory.blocks.values() if block.device == device)
-        return sum(-(-size // unit) * unit for size in chunks) + sum(blocks)
 
     # Plain memory and work.
 
@@ -395,9 +388,9 @@ class Checker:
     def _check_slot(self, line: Line) -> Iterator[tuple[int, str]]:
         """Check that an expert's slot is free, is memory, and holds what was copied there."""
         address, size, slot = line["address"], line["size"], line["slot"]
-        for (layer, expert), (other, _) in self.memory.residents.items():
-            if other == slot and (layer, expert) != (line["layer"], line["expert"]):
-                yield 3, f"{_expert(line)} in slot {slot}, which holds {layer}.{expert}"
+        layer, expert = self.memory.expert_in.get(slot, (line["layer"], line["expert"]))
+        if (layer, expert) != (line["layer"], line["expert"]):
+            yield 3, f"{_expert(line)} in slot {slot}, which holds {layer}.{expert}"
         found = self.memory.reservation(address)
         if found is None or address + size > found.address + found.published:
             usable = 0 if found is None else found.published

@@ -6,6 +6,8 @@ It believes the trace: a call that returned has done what it says, also where th
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from dataclasses import dataclass, field
 
 from strata_nb.trace_reader import Line
@@ -28,7 +30,6 @@ class Mapping:
 
     devices   that have access
     retired   for each stream how much work it had when no table named the chunk any more
-    stuck     whether an unmap failed
     mapped_at, retired_at   lines
     """
 
@@ -37,7 +38,6 @@ class Mapping:
     devices: set[int] = field(default_factory=set)
     retired: dict[int, int] | None = None
     retired_at: int = 0
-    stuck: bool = False
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class Reservation:
     """Addresses; owner, device and chunk_bytes are known once a ledger has said them.
 
     published   bytes from the beginning that tables may name
+    mappings    by address; of `stuck` ones an unmap failed, `retired` ones no table names
     """
 
     address: int
@@ -54,11 +55,24 @@ class Reservation:
     chunk_bytes: int = 0
     published: int = 0
     mappings: dict[int, Mapping] = field(default_factory=dict)
+    stuck: set[int] = field(default_factory=set)
+    retired: set[int] = field(default_factory=set)
 
     @property
     def prefix(self) -> int:
         """How many chunks are mapped, those left out that are stuck."""
-        return sum(not mapping.stuck for mapping in self.mappings.values())
+        return len(self.mappings) - len(self.stuck)
+
+    def overlapping(self, address: int, size: int) -> Mapping | None:
+        """Return what is mapped at any of these bytes."""
+        unit, candidates = self.chunk_bytes, list(self.mappings)
+        if unit:
+            first = address - (address - self.address) % unit
+            candidates = [at for at in range(first, address + size, unit) if at in self.mappings]
+        for at in candidates:
+            if at < address + size and address < at + self.mappings[at].chunk.size:
+                return self.mappings[at]
+        return None
 
 
 @dataclass(slots=True)
@@ -101,15 +115,20 @@ class Memory:
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, tuple[int, int] | None] = {}  # stream and position
         self.copies: dict[int, Copy] = {}  # by destination
+        self.taken: Counter[int] = Counter()  # device -> bytes of chunks and blocks
         self.contexts: set[int] = set()
         self.no_path: set[tuple[int, int]] = set()  # (device, owner)
         self.residents: dict[tuple[int, int], tuple[int, int]] = {}  # expert -> slot, address
+        self.expert_in: dict[int, tuple[int, int]] = {}  # slot -> expert
+        self._free_places: dict[int, list[int]] = {}  # device -> a heap, below its `_places`
+        self._places: Counter[int] = Counter()
 
     def apply(self, line: Line) -> None:
         """Change what a line says; a call that failed changes nothing but that it is known."""
         if line.outcome is not None and not line.ok:
-            if line.kind == "unmap" and (found := self.mapping(line["address"])) is not None:
-                found.stuck = True
+            found = self.reservation(line["address"]) if line.kind == "unmap" else None
+            if found is not None and line["address"] in found.mappings:
+                found.stuck.add(line["address"])
             return
         change = getattr(self, f"_{line.kind}", None)
         if change is not None:
@@ -128,11 +147,6 @@ class Memory:
             if found.address <= address < found.address + found.size:
                 return found
         return None
-
-    def mapping(self, address: int) -> Mapping | None:
-        """Return the mapping that begins at an address."""
-        found = self.reservation(address)
-        return None if found is None else found.mappings.get(address)
 
     def mappings(self, address: int, size: int) -> list[Mapping] | None:
         """Return what is mapped at all of these bytes, in order; None where there is a gap."""
@@ -180,13 +194,20 @@ class Memory:
         self.reservations.pop(line["address"], None)
 
     def _create(self, line: Line) -> None:
-        device = line["device"]
-        taken = {chunk.place for chunk in self.chunks.values() if chunk.device == device}
-        place = next(n for n in range(len(taken) + 1) if n not in taken)
+        device, free = line["device"], self._free_places.setdefault(line["device"], [])
+        if free:
+            place = heapq.heappop(free)
+        else:
+            place = self._places[device]
+            self._places[device] += 1
         self.chunks[line["result"]] = Chunk(line["result"], device, line["size"], place)
+        self.taken[device] += line["size"]
 
     def _release(self, line: Line) -> None:
-        self.chunks.pop(line["handle"], None)
+        chunk = self.chunks.pop(line["handle"], None)
+        if chunk is not None:
+            heapq.heappush(self._free_places.setdefault(chunk.device, []), chunk.place)
+            self.taken[chunk.device] -= chunk.size
 
     def _map(self, line: Line) -> None:
         chunk, found = self.chunks.get(line["handle"]), self.reservation(line["address"])
@@ -197,8 +218,10 @@ class Memory:
     def _unmap(self, line: Line) -> None:
         found = self.reservation(line["address"])
         mapping = None if found is None else found.mappings.pop(line["address"], None)
-        if mapping is not None:
+        if found is not None and mapping is not None:
             mapping.chunk.address = None
+            found.stuck.discard(line["address"])
+            found.retired.discard(line["address"])
 
     def _set_access(self, line: Line) -> None:
         for mapping in self.mappings(line["address"], line["size"]) or ():
@@ -207,10 +230,14 @@ class Memory:
     def _retire(self, line: Line) -> None:
         for mapping in self.mappings(line["address"], line["size"]) or ():
             mapping.retired, mapping.retired_at = self.positions(), line.number
+            if (found := self.reservation(line["address"])) and mapping.chunk.address is not None:
+                found.retired.add(mapping.chunk.address)
 
     def _reinstate(self, line: Line) -> None:
         for mapping in self.mappings(line["address"], line["size"]) or ():
             mapping.retired = None
+            if (found := self.reservation(line["address"])) and mapping.chunk.address is not None:
+                found.retired.discard(mapping.chunk.address)
 
     def _mem_info(self, line: Line) -> None:
         self.contexts.add(line["device"])
@@ -224,6 +251,7 @@ class Memory:
     def _allocate(self, line: Line) -> None:
         self.contexts.add(line["device"])
         self.blocks[line["result"]] = Block(line["result"], line["size"], line["device"])
+        self.taken[line["device"]] += line["size"]
 
     def _allocate_host(self, line: Line) -> None:
         self.blocks[line["result"]] = Block(line["result"], line["size"], None)
@@ -234,6 +262,7 @@ class Memory:
     def _free(self, line: Line) -> None:
         block = self.blocks.pop(line["address"], None)
         if block is not None and block.device is not None:
+            self.taken[block.device] -= block.size
             self._drain_device(block.device)
 
     def _free_host(self, line: Line) -> None:
@@ -316,9 +345,12 @@ class Memory:
             found.published = line["size"]
 
     def _fill(self, line: Line) -> None:
+        self._evict(line)
         self.residents[line["layer"], line["expert"]] = (line["slot"], line["address"])
+        self.expert_in[line["slot"]] = (line["layer"], line["expert"])
 
     _move = _fill
 
     def _evict(self, line: Line) -> None:
-        self.residents.pop((line["layer"], line["expert"]), None)
+        slot, _ = self.residents.pop((line["layer"], line["expert"]), (-1, 0))
+        self.expert_in.pop(slot, None)
