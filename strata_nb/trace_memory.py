@@ -45,7 +45,8 @@ class Reservation:
     """Addresses; owner, device and chunk_bytes are known once a ledger has said them.
 
     published   bytes from the beginning that tables may name
-    mappings    by address; of `stuck` ones an unmap failed, `retired` ones no table names
+    mappings    by address; of `stuck` ones an unmap failed, `retired` ones no table names, and no
+                address is both
     """
 
     address: int
@@ -129,6 +130,7 @@ class Memory:
             found = self.reservation(line["address"]) if line.kind == "unmap" else None
             if found is not None and line["address"] in found.mappings:
                 found.stuck.add(line["address"])
+                found.retired.discard(line["address"])  # no part of the prefix any more
             return
         change = getattr(self, f"_{line.kind}", None)
         if change is not None:

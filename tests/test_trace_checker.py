@@ -16,9 +16,11 @@ from device_world import load, make_tiny, random_tokens, read
 from strata_nb.backend import HostBackend
 from strata_nb.cache.plan import Holdings
 from strata_nb.errors import DeviceLost, DriverError, FileFormatError
+from strata_nb.host import HostDriver, parse_host_devices
 from strata_nb.trace_checker import MOST_SHOWN, TITLES, Violation, check_trace
 from strata_nb.trace_reader import CALLS, EVENTS, read_trace
-from strata_nb.tracing import Recorder
+from strata_nb.tracing import Recorder, RecordingDriver
+from strata_nb.vmm import ChunkPool
 
 Lines = list[dict[str, Any]]
 DEVICE = "host:2x16MiB@64KiB"
@@ -101,6 +103,28 @@ def test_calls_that_fail_break_no_rule(
     path = tmp_path / "trace.jsonl"
     record(path, tiny, fail=(operation, nth, forever))
     assert check_trace(read_trace(path)) == []
+
+
+def test_a_range_may_grow_again_below_a_chunk_that_is_stuck(tmp_path: Path) -> None:
+    path, size = tmp_path / "trace.jsonl", 64 << 10
+    host = HostDriver(parse_host_devices(DEVICE))
+    with closing(host), closing(Recorder(path, say=print)) as recorder:
+        recorder.begin(DEVICE, host)
+        driver = RecordingDriver(host, recorder)
+        driver.synchronize(0)
+        pool = ChunkPool(driver, 0, size, say=lambda line: None)
+        grown = pool.open_range(8)
+        place = {"device": 0, "owner": "kv", "address": grown.base, "size": 8 * size}
+        recorder.announce({"kind": "range", **place, "chunk_bytes": size})
+        grown.grow(6)
+        grown.retire(4)
+        host.faults.plan("unmap")
+        assert grown.shrink() == 3
+        grown.grow(2)
+        pool.close()
+    trace = read_trace(path)
+    assert sum(line.outcome == "DriverError" for line in trace.lines) == 1
+    assert check_trace(trace) == []
 
 
 # Damages. Each changes a good trace and returns the line that is to be blamed.

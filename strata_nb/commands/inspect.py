@@ -16,6 +16,8 @@ from strata_nb.trace_page import trace_page
 from strata_nb.trace_reader import Trace, read_trace
 from strata_nb.whole_files import whole_file
 
+SHOWN = 10  # broken rules that are printed: one mistake often breaks a rule many times
+
 
 def run(arguments: Arguments) -> int:
     """Run the command; returns 1 where a rule is broken, and 0 otherwise."""
@@ -78,7 +80,9 @@ def verdict_lines(trace: Trace, violations: list[Violation]) -> Iterator[str]:
         return
     more = " or more" if len(violations) == MOST_SHOWN else ""
     yield f"rules         broken {len(violations)} times{more}"
-    yield from map(str, violations)
+    yield from map(str, violations[:SHOWN])
+    if len(violations) > SHOWN:
+        yield f"and {len(violations) - SHOWN}{more}: --html FILE shows them"
 
 
 def _counts(counts: Counter[str]) -> str:
