@@ -110,6 +110,8 @@ Options:
   -n N, --max-tokens N         tokens to write at most; -1: until the model ends (default 256)
   --stop TEXT                  end before TEXT appears; may be given several times
   --ignore-eos                 never end at the model's own end; the repeat guard is off too
+  --watch                      show the device's memory below the text, on a terminal: a cell for
+                               each chunk, brighter where more is going on
 {_SAMPLING}
 {_DEVICE_OF_A_TEXT}
 {_OUTPUT}

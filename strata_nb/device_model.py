@@ -30,6 +30,7 @@ from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.experts import ExpertArena, HostArena, Tier
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout
+from strata_nb.cache.look import Look
 from strata_nb.cache.plan import Needs, plan_device
 from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_profile
 from strata_nb.cache.routing import RoutingTrace
@@ -410,6 +411,12 @@ class DeviceModel:
         )
         hits, misses = self.arena.tally.tolist()
         return ModelReport((device,), hits, misses)
+
+    def look(self) -> Look:
+        """Look at the device's chunks as they are now."""
+        with self._turn:
+            self._opened()
+            return self.ledger.look()
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""

@@ -32,6 +32,7 @@ from strata_nb.steps import WINDOW_ROWS, DeviceReport, ReferenceSteps, Row, Step
 from strata_nb.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from strata_nb.cache.look import Look
     from strata_nb.device_model import DeviceModel
     from strata_nb.models import Description, Progress
 
@@ -238,6 +239,10 @@ class Engine:
             owners,
         )
 
+    def look(self) -> Look:
+        """Look at the chunks of the device's memory as they are now; the judge has none."""
+        return self._device().look()
+
     def save_expert_profile(self, path: str | os.PathLike[str]) -> None:
         """Write which experts this engine's text used most, for the next start."""
         self._device().save_profile(path)
@@ -308,7 +313,8 @@ class Engine:
     def _device(self) -> DeviceModel:
         if self._on_device is None:
             raise ConfigError(
-                "the reference device counts no experts", hint="open the engine on another device"
+                "the reference device has no memory of its own and counts no experts",
+                hint="open the engine on another device",
             )
         return self._on_device
 

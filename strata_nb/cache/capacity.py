@@ -18,9 +18,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from strata_nb.cache.experts import ExpertArena
+import numpy as np
+
+from strata_nb.cache.experts import ExpertArena, Tier
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS
+from strata_nb.cache.look import Look
 from strata_nb.cache.plan import Holdings, Plan
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
 from strata_nb.tracing import Announce
@@ -184,6 +187,29 @@ class Ledger:
                 "dense": self.plan.needs.dense_bytes,
                 **{owner: getattr(account, owner) * size for owner in owners},
             },
+        )
+
+    def look(self) -> Look:
+        """Return whose each chunk is, and what is in it, as they are now."""
+        account, arena, kv = asdict(self.account()), self.experts, self.kv
+        bases = {owner: range_.base for owner, range_ in self._ranges.items()}
+        resident = np.argwhere(arena.expert_tier == Tier.SLOT)
+        layers, experts = resident.T
+        hits, misses = arena.tally.tolist()
+        return Look(
+            chunk_bytes=self.plan.chunk_bytes,
+            chunks={owner: count for owner, count in account.items() if owner != "capacity"},
+            kv_cells=kv.usable_blocks * BLOCK_CELLS,
+            free_cells=kv.free_cells,
+            slots=arena.usable_slots,
+            hits=hits,
+            misses=misses,
+            use=arena.use.copy(),
+            resident=resident,
+            offsets=arena.expert_address[layers, experts] - bases.get("experts", 0),
+            sizes=np.array(arena.layout.blob_bytes, np.int64)[layers],
+            blocks=np.unique(kv.table[kv.table != 0]) - bases.get("kv", 0),
+            block_bytes=kv.layout.block_bytes,
         )
 
     def check_integrity(self) -> None:

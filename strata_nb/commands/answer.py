@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,8 +79,19 @@ def read_prompt(session: Session, ids: list[int], figures: Figures, verbose: boo
         note(f"read {len(ids)} prompt tokens in {took:.2f} s")
 
 
-def write_answer(generation: Generation, figures: Figures, prompt_s: float) -> str:
-    """Write the tokens of `generation` to stdout as they come and return the whole text.
+def to_stdout(text: str) -> None:
+    """Write a piece of an answer at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_answer(
+    generation: Generation,
+    figures: Figures,
+    prompt_s: float,
+    write: Callable[[str], None] = to_stdout,
+) -> str:
+    """Write the tokens of `generation` as they come, usually to stdout; return the whole text.
 
     A newline follows an answer that does not end in one.
     """
@@ -88,13 +99,11 @@ def write_answer(generation: Generation, figures: Figures, prompt_s: float) -> s
     try:
         for token in generation:
             text += token.text
-            sys.stdout.write(token.text)
-            sys.stdout.flush()
+            write(token.text)
     finally:
         figures.add_answer(generation, prompt_s)
         if text and not text.endswith("\n"):
-            sys.stdout.write("\n")
-        sys.stdout.flush()
+            write("\n")
     if generation.finish in _FINISH_NOTES:
         note(_FINISH_NOTES[generation.finish])
     return text

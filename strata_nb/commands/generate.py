@@ -15,6 +15,7 @@ from strata_nb.commands.figures import Figures
 from strata_nb.commands.opening import TemplateChoice, open_engine
 from strata_nb.commands.output_files import output_file
 from strata_nb.commands.terminal import note, warn
+from strata_nb.commands.watch import Watch, watch_from
 from strata_nb.engine import Engine
 from strata_nb.errors import ConfigError
 
@@ -63,6 +64,7 @@ def run(arguments: Arguments) -> int:
             "--parse-special: not with a chat template, which alone writes control tokens",
             hint="leave one of them out",
         )
+    watched = watch_from(arguments)
     with open_engine(arguments) as engine:
         if as_chat:
             ids = _chat_ids(engine, choice, system, prompt)
@@ -78,5 +80,9 @@ def run(arguments: Arguments) -> int:
                 stop=stops,
                 ignore_eos=arguments.flag("--ignore-eos"),
             )
-            write_answer(generation, figures, figures.prompt_s)
+            if watched:
+                with Watch(engine) as watch:
+                    write_answer(generation, figures, figures.prompt_s, watch.write)
+            else:
+                write_answer(generation, figures, figures.prompt_s)
     return 0
