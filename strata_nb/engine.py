@@ -313,7 +313,7 @@ class Engine:
     def _device(self) -> DeviceModel:
         if self._on_device is None:
             raise ConfigError(
-                "the reference device has no memory of its own and counts no experts",
+                "the reference device counts no experts and has no memory of its own",
                 hint="open the engine on another device",
             )
         return self._on_device

@@ -250,6 +250,9 @@ def _text(line: Line, memory: Memory, devices: int) -> str:
             parts.append(f"{value:,} bytes")
         elif name == "handle":
             parts.append(f"chunk {value}")
+        elif isinstance(value, dict):
+            inside = " ".join(f"{key} {count}" for key, count in value.items() if count)
+            parts.append(f"{name} {inside or 'nothing'}")
         else:
             number = isinstance(value, int) and not isinstance(value, bool)
             parts.append(f"{name} {value:,}" if number else f"{name} {value}")

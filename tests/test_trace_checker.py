@@ -6,8 +6,9 @@ import copy
 import json
 import re
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -653,3 +654,32 @@ def test_every_kind_of_line_is_described() -> None:
         )
         for field in (*CALLS.get(kind, ()), *EVENTS.get(kind, ())):
             assert f"`{field}`" in row or "the same" in row, (kind, field)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_changes_with_random_failures_break_no_rule(
+    tiny: Path, tmp_path: Path, seed: int
+) -> None:
+    random, path = Random(seed), tmp_path / "trace.jsonl"
+    operations = ["create", "map", "set_access", "unmap", "release", "synchronize", "mem_info"]
+    with (
+        closing(Recorder(path, say=print)) as recorder,
+        closing(HostBackend(DEVICE, 1, recorder)) as backend,
+    ):
+        faults = backend.driver.driver.faults
+        with closing(load(backend, tiny, ctx=256, rows=16, announce=recorder.announce)) as model:
+            ledger, start = model.ledger, model.ledger.holdings()
+            for _ in range(30):
+                operation = random.choice(operations)
+                faults.plan(operation, random.randrange(1, 12), forever=random.random() < 0.3)
+                if random.random() < 0.5:
+                    faults.lift()
+                experts, kv = random.randrange(start.experts), random.randrange(1, start.kv + 1)
+                loan = random.randrange(start.experts - experts)
+                spare = random.randrange(start.chunks - experts - kv - loan + 1)
+                with suppress(DriverError):
+                    ledger.carry_out(Holdings(experts, kv, loan, spare))
+            faults.lift()
+    trace = read_trace(path)
+    assert any(line.outcome == "DriverError" for line in trace.lines)
+    assert check_trace(trace) == []
