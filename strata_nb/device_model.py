@@ -176,7 +176,7 @@ class DeviceModel:
             announce=self._announce,
         )
         self.ledger = Ledger(
-            driver, device, plan, self.kv, self.arena, say=say, announce=self._announce
+            driver, device, plan, self.kv, self.arena, say=say, record=self._announce
         )
         undo.callback(self.ledger.close)
         self.ledger.open()

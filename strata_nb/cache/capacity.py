@@ -77,7 +77,7 @@ class Ledger:
     that failed, and again: what it could not free it still owns. Every failure of a change leaves
     valid tables and a balanced account.
 
-    announce   called with every event of docs/trace.md; it must not call the ledger
+    record   called with every event of docs/trace.md; it must not call the ledger
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Ledger:
         experts: ExpertArena,
         *,
         say: Callable[[str], None],
-        announce: Announce | None = None,
+        record: Announce | None = None,
     ) -> None:
-        self._announce = announce
+        self._record = record
         self.device = device
         self.plan = plan
         self.kv = kv
@@ -342,8 +342,8 @@ class Ledger:
             self._tell("publish", owner=owner, address=base, size=usable_bytes)
 
     def _tell(self, kind: str, **fields: object) -> None:
-        if self._announce is not None:
-            self._announce({"kind": kind, "device": self.device, **fields})
+        if self._record is not None:
+            self._record({"kind": kind, "device": self.device, **fields})
 
     def _release(self, spare: int) -> None:
         """Give the system what is spare beyond `spare`; a chunk that fails is stuck, and said."""
