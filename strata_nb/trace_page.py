@@ -87,8 +87,10 @@ class _Drawing:
         self._numbers(index, line, memory)
 
     def _group(self, index: int, line: Line) -> None:
+        """End a group with an event, and with all that follow it at once; each step has its own."""
         ends = line.outcome is None and line.kind in _ENDING
-        if ends and self._groups and self._groups[-1] == index - 1:
+        after_step = index > 0 and self._trace.lines[index - 1].kind == "step"
+        if ends and self._groups and self._groups[-1] == index - 1 and not after_step:
             self._groups[-1] = index
         elif ends:
             self._groups.append(index)

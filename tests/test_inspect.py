@@ -151,3 +151,6 @@ def test_numbers_at_the_end_are_those_of_an_empty_device(trace_file: Path) -> No
         assert values[-1] == 0
         assert indices == sorted(indices)
     assert data["groups"][-1] == len(data["lines"]["t"]) - 1
+    kinds = [data["kinds"][kind] for kind in data["lines"]["kind"]]
+    assert {n for n, kind in enumerate(kinds) if kind == "step"} <= set(data["groups"])
+    assert [kinds[n] for n in data["groups"]].count("fill") <= kinds.count("step")
