@@ -109,7 +109,7 @@ def test_whole_lines_go_above_the_panel_and_the_last_one_is_written_at_the_end(t
     assert text.endswith("an end")
     assert "╭─ host:1x16MiB@64KiB, chunks of 64.0 KiB" in text
     assert re.search(r"│ E+K+", text)
-    assert "K/V 0 of 512 cells" in text
+    assert re.search(r"K/V 0 of \d+ cells", text)
 
 
 def test_it_is_refused_where_there_is_no_terminal(run: CommandLine, tiny: Path) -> None:
