@@ -19,6 +19,7 @@ from strata_nb.kernels.host.ahead import compile_ahead
 from strata_nb.kernels.host.functions import WorkSpace, prepare
 from strata_nb.kernels.host.threads import PreparedProgram, Threads
 from strata_nb.kernels.program import Program
+from strata_nb.tracing import Recorder, RecordingDriver
 
 Progress = Callable[[int, int], object]
 Say = Callable[[str], object]
@@ -73,11 +74,14 @@ class Backend(Protocol[Prepared]):
 
 
 class HostBackend:
-    """Run programs in threads of this process, on the first device that `text` describes."""
+    """Run programs in threads of this process, on the first device that `text` describes.
+
+    recorder   writes down what the driver is asked; it stays the caller's
+    """
 
     device = 0
 
-    def __init__(self, text: str, threads: int) -> None:
+    def __init__(self, text: str, threads: int, recorder: Recorder | None = None) -> None:
         devices = parse_host_devices(text)
         self.name = text
         self.has_slots = text != "host"
@@ -90,8 +94,11 @@ class HostBackend:
         self._spaces: list[WorkSpace] = []
         self._compute: Threads | None = None  # started late: they run compiled functions
         self._resources = ExitStack()
-        self.driver = HostDriver(devices)
+        self.driver: Driver = HostDriver(devices)
         self._resources.callback(self.driver.close)
+        if recorder is not None:
+            recorder.begin(text, self.driver)
+            self.driver = RecordingDriver(self.driver, recorder)
 
     def packed_row_bytes(self, values: int) -> int:
         return activations.row_bytes(values)

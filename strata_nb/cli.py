@@ -38,6 +38,7 @@ Commands:
   info        show what is in a model file and what would fit where
   perplexity  measure how well a model predicts a text, or compare two runs
   devices     show on what models can run here
+  inspect     check what a run did to a device's memory, and look at it
 
 `strata_nb generate` alone writes a story, with a small model that comes with strata_nb.
 """
@@ -76,6 +77,8 @@ _DEVICE = """\
   --expert-profile-save FILE   write which experts were used most, for the next start
   --routing-trace FILE         write the experts of every token that is read: int16 .npy (tokens,
                                layers, top-k)
+  --trace FILE                 write every driver call and what the ledger did to FILE, on a device
+                               made of memory (host:1x512MiB): for `strata_nb inspect`
   --deterministic              the same bits whatever budget, batch and threads are (on the host
                                they always are the same, of the reference never)"""
 _CONTROL = """\
@@ -130,6 +133,8 @@ Options:
                                the story model -1)
   --stop TEXT                  end before TEXT appears; may be given several times
   --ignore-eos                 never end at the model's own end; the repeat guard is off too
+  --watch                      show the device's memory below the text, on a terminal: a cell for
+                               each chunk, brighter where more is going on
 {_SAMPLING}
 {_DEVICE_OF_A_TEXT}
 {_CONTROL}
@@ -217,6 +222,19 @@ Options:
   -h, --help                   show this text
 """
 
+INSPECT_USAGE = """\
+Check what a run did to a device's memory, and make a page to look at it.
+
+Usage:
+  strata_nb inspect [options] [--] [FILE]
+
+FILE is what generate --trace FILE wrote. The status is 1 where a rule of memory was broken.
+
+Options:
+  --html FILE                  write one HTML page: addresses and chunks over time, with every call
+  -h, --help                   show this text
+"""
+
 USAGE = {
     "generate": GENERATE_USAGE,
     "chat": CHAT_USAGE,
@@ -224,6 +242,7 @@ USAGE = {
     "info": INFO_USAGE,
     "perplexity": PERPLEXITY_USAGE,
     "devices": DEVICES_USAGE,
+    "inspect": INSPECT_USAGE,
 }
 
 

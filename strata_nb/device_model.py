@@ -31,7 +31,8 @@ from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.elastic import ElasticKV
 from strata_nb.cache.experts import ExpertArena, HostArena, Tier
 from strata_nb.cache.kv import KVCache
-from strata_nb.cache.kv_layout import HeadPlane, KVLayout
+from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout
+from strata_nb.cache.look import Look
 from strata_nb.cache.plan import Needs, plan_device
 from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_profile
 from strata_nb.cache.routing import RoutingTrace
@@ -46,6 +47,7 @@ from strata_nb.models.places import Buffers, ExpertPlaces, KVPlaces, Places, Pro
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options
 from strata_nb.steps import WINDOW_ROWS, DeviceReport, ModelReport, Row, closed_error
+from strata_nb.tracing import Announce
 
 SEQUENCES = 16  # rows of the block table
 HEAD_ROWS = 32  # whose logits are computed at a time: 20 MB for a vocabulary of 150,000
@@ -81,6 +83,7 @@ class DeviceModel:
         progress: Callable[[int, int], object] | None,
         compiling: Callable[[int, int], object] | None = None,
         say: Callable[[str], None],
+        announce: Announce | None = None,
     ) -> None:
         """Load the model, or leave nothing behind but the backend, which stays the caller's."""
         self.description = description
@@ -92,6 +95,7 @@ class DeviceModel:
         self._turn = threading.RLock()  # of the thread that runs a step, or changes sequences
         self._trace: RoutingTrace | None = None
         self._prior: Profile | None = None
+        self._announce = announce
         sizes = _measure(file, description, options, ctx_size)
         with ExitStack() as undo:
             self._open(file, options, ctx_size, sizes, progress, compiling, say, undo)
@@ -144,6 +148,9 @@ class DeviceModel:
             progress=load,
         )
         undo.callback(weights.close)
+        self._tell(
+            "block", device=device, owner="weights", address=weights.address, size=weight_bytes
+        )
         host = HostArena(0, 0, np.zeros((0, 0), np.int64))
         if sizes.experts is not None:
             loaded = loading.load_experts(
@@ -157,6 +164,9 @@ class DeviceModel:
             )
             undo.callback(loaded.close)
             host = loaded.arena
+            for offset, size in sizes.experts.blocks:
+                address = host.address + offset
+                self._tell("block", device=None, owner="host", address=address, size=size)
 
         stream = driver.stream_create(device)
         undo.callback(driver.stream_destroy, stream)
@@ -164,14 +174,24 @@ class DeviceModel:
             sizes.kv, context=ctx_size, sequences=SEQUENCES, driver=driver, stream=stream
         )
         self.arena = ExpertArena(
-            sizes.slots, host, max_slots=plan.most_slots, driver=driver, stream=stream
+            sizes.slots,
+            host,
+            max_slots=plan.most_slots,
+            driver=driver,
+            stream=stream,
+            announce=self._announce,
         )
-        self.ledger = Ledger(driver, device, plan, self.kv, self.arena, say=say)
+        self.ledger = Ledger(
+            driver, device, plan, self.kv, self.arena, say=say, record=self._announce
+        )
+        if self._announce is not None:
+            self.ledger.announce = self._announce
         undo.callback(self.ledger.close)
         self.ledger.open()
 
         base = driver.allocate(buffer_bytes, device)
         undo.callback(driver.free, base)
+        self._tell("block", device=device, owner="buffers", address=base, size=buffer_bytes)
         emitted, placed_bytes = self._emit(sizes, weights.tensors, Buffers(base), placed=True)
         if placed_bytes != buffer_bytes:
             raise AssertionError(f"buffers of {placed_bytes:,} bytes in {buffer_bytes:,}")
@@ -264,7 +284,9 @@ class DeviceModel:
     def open_sequence(self) -> int:
         with self._turn:
             self._settle()
-            return self.kv.open_sequence()
+            sequence = self.kv.open_sequence()
+            self._tell("sequence", sequence=sequence, state="open")
+            return sequence
 
     def forget_sequence(self, sequence: int) -> None:
         self._forgotten.append(sequence)
@@ -323,7 +345,29 @@ class DeviceModel:
             self._trace.append(self.chosen(len(rows)))
         for sequence, cells in new.items():
             self.kv.advance(sequence, cells)
+        if self._announce is not None:
+            self._tell_step(len(rows))
         return logits
+
+    def _tell_step(self, rows: int) -> None:
+        """Announce a step, with the figures that it leaves behind."""
+        hits, misses = self.arena.tally.tolist()
+        kv, arena = self.kv, self.arena
+        self._tell(
+            "step",
+            device=self._backend.device,
+            rows=rows,
+            kv_cells=kv.usable_blocks * BLOCK_CELLS,
+            free_cells=kv.free_cells,
+            slots=arena.usable_slots,
+            resident=arena.resident,
+            hits=hits,
+            misses=misses,
+        )
+
+    def _tell(self, kind: str, **fields: object) -> None:
+        if self._announce is not None:
+            self._announce({"kind": kind, **fields})
 
     def chosen(self, rows: int) -> npt.NDArray[np.int64]:
         """Return the experts that the rows of the last step used: (rows, layers, top_k)."""
@@ -384,6 +428,12 @@ class DeviceModel:
         hits, misses = self.arena.tally.tolist()
         return ModelReport((device,), hits, misses)
 
+    def look(self) -> Look:
+        """Look at the device's chunks as they are now."""
+        with self._turn:
+            self._opened()
+            return self.ledger.look()
+
     def set_reserve(self, reserve_bytes: int | None) -> Change:
         """Leave so much of the device free for others; None: as much as at the start."""
         with self._turn:
@@ -431,6 +481,7 @@ class DeviceModel:
         while self._forgotten:
             if self.kv.is_open(self._forgotten[0]):
                 self.kv.close_sequence(self._forgotten[0])
+                self._tell("sequence", sequence=self._forgotten[0], state="closed")
             self._forgotten.popleft()
 
 

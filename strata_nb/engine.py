@@ -32,6 +32,7 @@ from strata_nb.steps import WINDOW_ROWS, DeviceReport, ReferenceSteps, Row, Step
 from strata_nb.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from strata_nb.cache.look import Look
     from strata_nb.device_model import DeviceModel
     from strata_nb.models import Description, Progress
 
@@ -122,6 +123,12 @@ class Engine:
         self._vram_elastic = options.vram_elastic
         self._on_device: DeviceModel | None = None
         self._model: StepModel
+        if options.trace is not None and self.device in ("host", REFERENCE):
+            raise ConfigError(
+                f"--trace {options.trace}: the device {self.device} has no memory of its own, of "
+                "which every chunk could be followed",
+                hint="give a device made of memory: --device host:1x512MiB",
+            )
         if self.device == REFERENCE:
             self._model = self._open_judge(file, options, progress)
         else:
@@ -180,8 +187,13 @@ class Engine:
         # Here, because these load Numba, which the judge does without.
         from strata_nb.backend import HostBackend
         from strata_nb.device_model import DeviceModel
+        from strata_nb.tracing import Recorder
 
-        backend = HostBackend(self.device, self.threads)
+        recorder = None
+        if options.trace is not None:
+            recorder = Recorder(options.trace, say=lambda line: self.say(line))
+            resources.callback(recorder.close)
+        backend = HostBackend(self.device, self.threads, recorder)
         resources.callback(backend.close)
         self.warnings += backend.warnings
         return DeviceModel(
@@ -194,6 +206,7 @@ class Engine:
             progress=progress,
             compiling=compiling,
             say=lambda line: self.say(line),
+            announce=recorder.announce if recorder is not None else None,
         )
 
     @classmethod
@@ -255,6 +268,10 @@ class Engine:
             sum(device.kv_cells for device in report.devices),
             owners,
         )
+
+    def look(self) -> Look:
+        """Look at the chunks of the device's memory as they are now; the judge has none."""
+        return self._device().look()
 
     def set_vram_reserve(self, mib: int | None) -> VramReport:
         """Leave `mib` MiB of the device free for others; None: as many as at the start, 0: none.
@@ -363,7 +380,8 @@ class Engine:
     def _device(self) -> DeviceModel:
         if self._on_device is None:
             raise ConfigError(
-                "the reference device counts no experts", hint="open the engine on another device"
+                "the reference device counts no experts and has no memory of its own",
+                hint="open the engine on another device",
             )
         return self._on_device
 

@@ -255,9 +255,14 @@ class DenseWeights(_Loaded):
     """Own the dense weights of a model on one device: `tensors` by their names in the file."""
 
     def __init__(
-        self, tensors: Mapping[str, PackedTensor], size_bytes: int, resources: ExitStack
+        self,
+        tensors: Mapping[str, PackedTensor],
+        address: int,
+        size_bytes: int,
+        resources: ExitStack,
     ) -> None:
         super().__init__(resources)
+        self.address = address
         self.tensors = tensors
         self.size_bytes = size_bytes
 
@@ -308,7 +313,7 @@ def load_dense(
             staging = max((piece.target_bytes for piece in pieces), default=0)
             deliver = [to_device(driver, device, staging, work) for _ in range(threads)]
             carry_out(file, pieces, deliver, keep_cached, progress)
-        return DenseWeights(tensors, size, undo.pop_all())
+        return DenseWeights(tensors, address, size, undo.pop_all())
 
 
 def load_experts(

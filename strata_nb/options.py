@@ -103,6 +103,8 @@ class Options:
                     start, and written at the end. No profile is read for None, but of the story
                     model its own; "none" reads none of any model
     routing_trace   file that gets the experts of every token
+    trace           file that gets every driver operation and what the ledger did (docs/trace.md),
+                    of a device made of memory
     """
 
     model: str | os.PathLike[str] | None = None
@@ -122,6 +124,7 @@ class Options:
     expert_profile: str | os.PathLike[str] | None = None
     expert_profile_save: str | os.PathLike[str] | None = None
     routing_trace: str | os.PathLike[str] | None = None
+    trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.model is not None:
@@ -162,6 +165,7 @@ class Options:
         _check_path("--expert-profile", self.expert_profile)
         _check_path("--expert-profile-save", self.expert_profile_save)
         _check_path("--routing-trace", self.routing_trace)
+        _check_path("--trace", self.trace)
         _check_cache_type("--cache-type-k", self.cache_type_k)
         _check_cache_type("--cache-type-v", self.cache_type_v)
 

@@ -19,6 +19,7 @@ from strata_nb.formats import TensorType
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats
 from strata_nb.steps import Row
+from strata_nb.tracing import Announce
 
 SHAPE = ModelShape("qwen3moe", layers=3, experts=16, top_k=3)  # experts of two sizes
 TINY = ModelShape("qwen3moe", layers=2, experts=3, top_k=2, vocab=258)  # all experts of one size
@@ -34,7 +35,15 @@ def random_tokens(count: int, seed: int = 0, vocab: int = 258) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab, count).tolist()  # type: ignore[no-any-return]
 
 
-def load(backend: HostBackend, path: Path, *, ctx: int, rows: int, **options: Any) -> DeviceModel:
+def load(
+    backend: HostBackend,
+    path: Path,
+    *,
+    ctx: int,
+    rows: int,
+    announce: Announce | None = None,
+    **options: Any,
+) -> DeviceModel:
     """Open a model on a backend, which stays the caller's; what the model says must be quiet."""
     with GGUFFile.open(path) as file:
         return DeviceModel(
@@ -46,6 +55,7 @@ def load(backend: HostBackend, path: Path, *, ctx: int, rows: int, **options: An
             backend,
             progress=None,
             say=lambda line: None,
+            announce=announce,
         )
 
 

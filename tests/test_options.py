@@ -40,6 +40,7 @@ FLAGS = {
     "expert_profile": "--expert-profile",
     "expert_profile_save": "--expert-profile-save",
     "routing_trace": "--routing-trace",
+    "trace": "--trace",
 }
 
 REAL_FIELDS = {
@@ -77,7 +78,7 @@ REFUSED_OPTIONS: list[tuple[str, Any]] = [
     ),
     *(
         (name, value)
-        for name in ("expert_profile", "expert_profile_save", "routing_trace")
+        for name in ("expert_profile", "expert_profile_save", "routing_trace", "trace")
         for value in ("", 5)
     ),
     *(("ctx_size", value) for value in (0, -1, 2**31, 1.5, "2048", True)),
@@ -125,6 +126,7 @@ def test_options_leave_every_choice_to_the_engine() -> None:
         "expert_profile": None,
         "expert_profile_save": None,
         "routing_trace": None,
+        "trace": None,
     }
 
 

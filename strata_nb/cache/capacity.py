@@ -17,18 +17,22 @@ would all have to be proved.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Protocol
+
+import numpy as np
 
 from strata_nb.cache import requests
 from strata_nb.cache.accounts import Account, Change, Report
-from strata_nb.cache.experts import ExpertArena
+from strata_nb.cache.experts import ExpertArena, Tier
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS
+from strata_nb.cache.look import Look
 from strata_nb.cache.plan import Holdings, Plan
 from strata_nb.cache.requests import Situation
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
 from strata_nb.interrupts import interrupts_later
+from strata_nb.tracing import Announce
 from strata_nb.vmm import ChunkPool, MemoryDriver, Range
 
 RESERVE_ROUNDS = 4  # of giving and looking again, where others take memory at the same time
@@ -54,6 +58,7 @@ class Ledger:
     reserve_bytes   that requests leave free on the device; `set_reserve` changes it
     announce        called with every `Change` that was asked for, also those that failed; it must
                     not call the ledger
+    record          the same for every event of docs/trace.md
     """
 
     def __init__(
@@ -66,9 +71,11 @@ class Ledger:
         *,
         say: Callable[[str], None],
         announce: Callable[[Change], None] = lambda change: None,
+        record: Announce | None = None,
     ) -> None:
         self.reserve_bytes = plan.needs.reserve_bytes
         self.announce = announce
+        self._record = record
         self.device = device
         self.plan = plan
         self.kv = kv
@@ -111,11 +118,17 @@ class Ledger:
         if min(parts) < 0 or wanted.chunks > plan.capacity or not fits:
             raise RuleViolation(9, f"{wanted} of {plan}")
         with interrupts_later():
+            error = ""
             try:
                 self._change(wanted)
-            except DeviceLost as error:
-                self._lost = error
+            except BaseException as failure:
+                error = str(failure) or type(failure).__name__
+                if isinstance(failure, DeviceLost):
+                    self._lost = failure
                 raise
+            finally:
+                counts = asdict(self.account())
+                self._tell("account", chunk_bytes=plan.chunk_bytes, **counts, error=error)
             self._check_account()
 
     # Requests. Each raises DriverError, then all is as it was but for residency; where a device has
@@ -289,6 +302,29 @@ class Ledger:
             },
         )
 
+    def look(self) -> Look:
+        """Return whose each chunk is, and what is in it, as they are now."""
+        account, arena, kv = asdict(self.account()), self.experts, self.kv
+        bases = {owner: range_.base for owner, range_ in self._ranges.items()}
+        resident = np.argwhere(arena.expert_tier == Tier.SLOT)
+        layers, experts = resident.T
+        hits, misses = arena.tally.tolist()
+        return Look(
+            chunk_bytes=self.plan.chunk_bytes,
+            chunks={owner: count for owner, count in account.items() if owner != "capacity"},
+            kv_cells=kv.usable_blocks * BLOCK_CELLS,
+            free_cells=kv.free_cells,
+            slots=arena.usable_slots,
+            hits=hits,
+            misses=misses,
+            use=arena.use.copy(),
+            resident=resident,
+            offsets=arena.expert_address[layers, experts] - bases.get("experts", 0),
+            sizes=np.array(arena.layout.blob_bytes, np.int64)[layers],
+            blocks=np.unique(kv.table[kv.table != 0]) - bases.get("kv", 0),
+            block_bytes=kv.layout.block_bytes,
+        )
+
     def check_integrity(self) -> None:
         """Raise RuleViolation unless accounts balance and tables name only usable memory [16]."""
         self._check_account()
@@ -302,8 +338,8 @@ class Ledger:
         """
         self.kv.clear()
         self._loan = 0
-        for tenant in (self.kv, self.experts):
-            tenant.resize(0)
+        for owner in ("kv", "experts"):
+            self._resize(owner, 0)
         if self._lost is None and self._ranges:
             try:
                 self._drain()
@@ -321,8 +357,12 @@ class Ledger:
 
     def _reserve(self, owner: str, chunks: int, tenant: Tenant) -> None:
         if chunks:
-            self._ranges[owner] = self._pool.open_range(chunks)
-            tenant.place(self._ranges[owner].base)
+            size, range_ = self.plan.chunk_bytes, self._pool.open_range(chunks)
+            self._ranges[owner] = range_
+            self._tell(
+                "range", owner=owner, address=range_.base, size=chunks * size, chunk_bytes=size
+            )
+            tenant.place(range_.base)
 
     def _mapped(self, owner: str) -> int:
         return self._ranges[owner].mapped_chunks if owner in self._ranges else 0
@@ -389,8 +429,8 @@ class Ledger:
         lost_slots, loan_ends = wanted.experts < held.experts, wanted.loan < held.loan
         if not (lost_slots or loan_ends or any(surplus.values())):
             return
-        self.kv.resize(min(wanted.kv, held.kv) * size)
-        self.experts.resize(min(wanted.experts, held.experts) * size)
+        self._resize("kv", min(wanted.kv, held.kv) * size)
+        self._resize("experts", min(wanted.experts, held.experts) * size)
         for owner, range_ in self._ranges.items():
             range_.retire(surplus[owner])
         try:
@@ -421,8 +461,20 @@ class Ledger:
     def _publish(self, held: Holdings) -> None:
         """Let each owner use what is mapped for it."""
         self._loan = held.loan
-        self.kv.resize(held.kv * self.plan.chunk_bytes)
-        self.experts.resize(held.experts * self.plan.chunk_bytes)
+        self._resize("kv", held.kv * self.plan.chunk_bytes)
+        self._resize("experts", held.experts * self.plan.chunk_bytes)
+
+    def _resize(self, owner: str, usable_bytes: int) -> None:
+        """Let an owner's tables name its first `usable_bytes`."""
+        tenant: Tenant = self.kv if owner == "kv" else self.experts
+        tenant.resize(usable_bytes)
+        if owner in self._ranges:
+            base = self._ranges[owner].base
+            self._tell("publish", owner=owner, address=base, size=usable_bytes)
+
+    def _tell(self, kind: str, **fields: object) -> None:
+        if self._record is not None:
+            self._record({"kind": kind, "device": self.device, **fields})
 
     def _release(self, spare: int) -> None:
         """Give the system what is spare beyond `spare`; a chunk that fails is stuck, and said."""

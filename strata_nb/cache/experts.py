@@ -24,6 +24,7 @@ from strata_nb.cache.moves import choose_moves
 from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout
 from strata_nb.errors import RuleViolation
 from strata_nb.execution import ExecutionDriver
+from strata_nb.tracing import Announce
 
 NOBODY = -1
 
@@ -60,7 +61,8 @@ class ExpertArena:
 
     A slot is free, or holds one expert, or is *draining*: its expert left, and work that began
     before may still read it. The caller says when that has ended (`reclaim`); before, nothing is
-    written to it [7]. No driver call but `fill` and `insert`, which copy and wait.
+    written to it [7]. No driver call but `fill` and `insert`, which copy and wait. What comes into
+    a slot or leaves one is announced (docs/trace.md).
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ExpertArena:
         max_slots: int,
         driver: ExecutionDriver,
         stream: int,
+        announce: Announce | None = None,
     ) -> None:
         if np.any((host.address + host.offsets) % BLOB_ALIGNMENT):
             raise RuleViolation(16, f"the host arena has blobs not aligned to {BLOB_ALIGNMENT}")
@@ -89,6 +92,7 @@ class ExpertArena:
         self._base = 0
         self._driver = driver
         self._stream = stream
+        self._announce = announce
 
     # For the ledger.
 
@@ -165,6 +169,7 @@ class ExpertArena:
             self._owner[target], self._owner[source] = self._owner[source], NOBODY
             self._draining.add(source)
             self.expert_address[layer, expert] = self._base + self.layout.offset(target)
+            self._tell("move", layer, expert, target)
 
     def reclaim(self) -> None:
         """Free the draining slots: all work that began before now has ended."""
@@ -230,6 +235,7 @@ class ExpertArena:
         self.expert_tier[layer, expert] = Tier.IN_PLACE
         self._owner[slot] = NOBODY
         self._draining.add(slot)
+        self._tell("evict", layer, expert, slot)
         return slot
 
     def check_integrity(self, covers: Callable[[int, int], bool]) -> None:
@@ -307,3 +313,19 @@ class ExpertArena:
                 self._owner[slot] = NOBODY
             self._free = free_before
             raise
+        for (layer, expert), slot in placed.items():
+            self._tell("fill", layer, expert, slot)
+
+    def _tell(self, kind: str, layer: int, expert: int, slot: int) -> None:
+        """Announce what became of a slot."""
+        if self._announce is not None:
+            self._announce(
+                {
+                    "kind": kind,
+                    "layer": layer,
+                    "expert": expert,
+                    "slot": slot,
+                    "address": self._base + self.layout.offset(slot),
+                    "size": self.layout.blob_bytes[layer],
+                }
+            )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from strata_nb.commands.arguments import Arguments
 from strata_nb.commands.figures import Figures, write_json
-from strata_nb.commands.terminal import dimmed, note, progress_bar
+from strata_nb.commands.terminal import note, progress_bar
 from strata_nb.engine import Engine, Generation, Session
 from strata_nb.errors import ConfigError
 from strata_nb.sampling import StopStrings
@@ -95,26 +95,34 @@ def notes_later(engine: Engine) -> Iterator[None]:
             say(line)
 
 
+def to_stdout(text: str) -> None:
+    """Write a piece of an answer at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def write_answer(
-    generation: Generation, figures: Figures, prompt_s: float, before: str = ""
+    generation: Generation,
+    figures: Figures,
+    prompt_s: float,
+    before: str = "",
+    write: Callable[[str], None] = to_stdout,
 ) -> str:
-    """Write the tokens of `generation` to stdout as they come and return the whole text.
+    """Write the tokens of `generation` as they come, usually to stdout; return the whole text.
 
     `before` is what they continue, written before them. A newline follows unless there is one.
     """
     text = ""
-    sys.stdout.write(dimmed(before))
-    sys.stdout.flush()
+    if before:
+        write(before)
     try:
         for token in generation:
             text += token.text
-            sys.stdout.write(token.text)
-            sys.stdout.flush()
+            write(token.text)
     finally:
         figures.add_answer(generation, prompt_s)
         if (before + text)[-1:] not in ("", "\n"):
-            sys.stdout.write("\n")
-        sys.stdout.flush()
+            write("\n")
     if generation.finish in _FINISH_NOTES:
         note(_FINISH_NOTES[generation.finish])
     return text

@@ -23,7 +23,8 @@ from strata_nb.commands.opening import (
     refuse_to_answer_with_the_story_model,
 )
 from strata_nb.commands.output_files import output_file
-from strata_nb.commands.terminal import note, warn
+from strata_nb.commands.terminal import dimmed, note, warn
+from strata_nb.commands.watch import Watch, watch_from
 from strata_nb.engine import Engine
 from strata_nb.errors import ConfigError
 
@@ -116,6 +117,7 @@ def run(arguments: Arguments) -> int:
     max_tokens = max_tokens_from(arguments, None if story else DEFAULT_MAX_TOKENS)
     stops = stops_from(arguments)
     stats = output_file(arguments, "--stats-json")
+    watched = watch_from(arguments)
     with open_engine(arguments) as engine:
         if story:
             note(_story_line(engine))
@@ -137,7 +139,11 @@ def run(arguments: Arguments) -> int:
             )
             before = prompt.text if prompt.shown else ""
             with notes_later(engine):
-                write_answer(generation, figures, figures.prompt_s, before)
+                if watched:
+                    with Watch(engine) as watch:
+                        write_answer(generation, figures, figures.prompt_s, before, watch.write)
+                else:
+                    write_answer(generation, figures, figures.prompt_s, dimmed(before))
             if generation.refusal is not None:
                 raise generation.refusal
     return 0

@@ -26,6 +26,7 @@ def open_engine(arguments: Arguments, ctx_size: int | None = None) -> Iterator[E
         options = replace(options, ctx_size=ctx_size)
     profile = output_file(arguments, "--expert-profile-save")
     trace = output_file(arguments, "--routing-trace")
+    output_file(arguments, "--trace")  # the engine writes it as it goes; here it may be refused
     with ExitStack() as around:
         control = None
         if (path := arguments.path("--control")) is not None:

@@ -17,7 +17,14 @@ INPUT_FLAGS = (
     "--chat-template-file",
     "--expert-profile",
 )
-OUTPUT_FLAGS = ("--stats-json", "--save-logits", "--expert-profile-save", "--routing-trace")
+OUTPUT_FLAGS = (
+    "--stats-json",
+    "--save-logits",
+    "--expert-profile-save",
+    "--routing-trace",
+    "--trace",
+    "--html",
+)
 # The profile that a run began with may be the one that it leaves behind.
 _MAY_BE_SAME = {"--expert-profile-save": "--expert-profile"}
 
