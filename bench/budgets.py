@@ -51,7 +51,11 @@ def main() -> None:
     expected: list[str] = []
     for share in ["host", *arguments["--shares"].split(",")]:
         device = "host" if share == "host" else f"host:1x{budget_mib(model, context, share)}MiB"
-        options = Options(model, device, ctx_size=context, deterministic=True, kv_grow=False)
+        # Who left could not come back from a copy that is overwritten.
+        adapt = "insert" if share == "host" else "off"
+        options = Options(
+            model, device, ctx_size=context, deterministic=True, adapt=adapt, kv_grow=False
+        )
         with Engine.open(options) as engine:
             start = time.perf_counter()
             found = list(digests(engine, tokens))

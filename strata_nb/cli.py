@@ -39,6 +39,7 @@ Commands:
   perplexity  measure how well a model predicts a text, or compare two runs
   devices     show on what models can run here
   inspect     check what a run did to a device's memory, and look at it
+  bench       compare ways to keep experts on a device, with recorded routes
 
 `strata_nb generate` alone writes a story, with a small model that comes with strata_nb.
 """
@@ -50,6 +51,11 @@ _ANY_MODEL = _MODEL.format(
                                model that comes with strata_nb"""
 )
 _MODEL_THAT_ANSWERS = _MODEL.format(default="")
+
+_SWAPS = """\
+  --adapt-every N              swap: windows between two rounds; 0: never (default 4)
+  --adapt-swaps N              swap: exchanges of a round, of all layers (default 96)
+  --adapt-decay X              swap: what a round leaves of each count of uses (default 0.7)"""
 
 _DEVICE = """\
   --device TEXT                host (default, also auto): this machine, for which the first start
@@ -65,6 +71,10 @@ _DEVICE = """\
   --ctv TYPE, --cache-type-v TYPE  how values are stored (likewise)
   --expert-cache SIZE          expert slots, on a device that has them: auto (the default:
                                all that there is room for), a number, N% of all, NMiB or NGiB
+  --adapt TEXT                 how experts in slots follow the text: insert (the default: a miss
+                               comes that is more likely to be used than who leaves), swap (at
+                               times the most used exchange with the least used), off
+{swaps}
   --vram-reserve-mib N         MiB of the device that stay free for others (default 0)
   --kv-grow                    begin with a small K/V and grow it as the text needs, experts use the
                                memory meanwhile (the default, but not on the whole machine: host)
@@ -86,8 +96,8 @@ _CONTROL = """\
   --control PATH               answer lines on a Unix socket at PATH: VRAM [MIB] leaves so much of
                                the device free for others (alone: as at the start), STATUS
                                describes the engine"""
-_DEVICE_OF_A_TEXT = _DEVICE.format(context="the model's, at most 8192")
-_DEVICE_OF_CHUNKS = _DEVICE.format(context="512, which is a chunk of the text")
+_DEVICE_OF_A_TEXT = _DEVICE.format(swaps=_SWAPS, context="the model's, at most 8192")
+_DEVICE_OF_CHUNKS = _DEVICE.format(swaps=_SWAPS, context="512, which is a chunk of the text")
 
 _SAMPLING = """\
   --temp X                     temperature; 0 takes the most likely token (default 0.8)
@@ -235,6 +245,33 @@ Options:
   -h, --help                   show this text
 """
 
+BENCH_USAGE = f"""\
+Replay recorded routes against policies that decide which experts have slots, and print how often
+each expert was found there, and what had to be moved.
+
+Usage:
+  strata_nb bench policy [options] [--] TRACE...
+  strata_nb bench --help
+
+A TRACE is written by generate --routing-trace: int16 .npy (tokens, layers, top-k). Policies:
+  static      the slots hold what the profile ranks first
+  lru         every miss comes, who was unused for the longest time leaves
+  lfu         every miss comes, who was used least often leaves
+  swap        at times the most used exchange with the least used, within each layer
+  insert      a miss comes that is more likely to be used than who leaves (--adapt insert)
+  optimum     knows the future: nothing has more hits with fewer bytes moved
+
+Options:
+  --budgets LIST               slots, in percent of all experts (default 10,25,50)
+  --experts N                  experts of a layer (default: as many as the trace names)
+  --learn FILE                 learn the profile from this trace (default: from the first half of
+                               TRACE, and only the other half is replayed)
+  --expert-profile FILE        the profile, in place of one that is learned
+  --slot-bytes SIZE            of an expert: what is moved is then said in bytes
+{_SWAPS}
+  -h, --help                   show this text
+"""
+
 USAGE = {
     "generate": GENERATE_USAGE,
     "chat": CHAT_USAGE,
@@ -243,6 +280,7 @@ USAGE = {
     "perplexity": PERPLEXITY_USAGE,
     "devices": DEVICES_USAGE,
     "inspect": INSPECT_USAGE,
+    "bench": BENCH_USAGE,
 }
 
 

@@ -29,12 +29,14 @@ from strata_nb.backend import Backend
 from strata_nb.cache.accounts import Change
 from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.elastic import ElasticKV
-from strata_nb.cache.experts import ExpertArena, HostArena, Tier
+from strata_nb.cache.experts import ExpertArena, HostArena
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout
 from strata_nb.cache.look import Look
 from strata_nb.cache.plan import Needs, plan_device
+from strata_nb.cache.policy import Insertion, Maker, static, swaps
 from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_profile
+from strata_nb.cache.residency import Residency
 from strata_nb.cache.routing import RoutingTrace
 from strata_nb.cache.slots import SlotLayout
 from strata_nb.errors import ConfigError
@@ -203,11 +205,14 @@ class DeviceModel:
         if self._elastic is not None:
             self._elastic.reconsider()
             self._elastic.when_idle()
+        ranks = np.full(host.offsets.shape, -1, np.int32)
         if self._prior is not None:
+            ranks = self._prior.ranks()
             order = self._prior.order()
             for rank, pair in enumerate(order, start=1):
                 self.arena.prior[pair] = 1 - rank / (len(order) + 1)
             self.arena.fill(order)
+        self._residency = Residency(self.arena, ranks, policy_maker(options))
 
     def _emit(
         self,
@@ -339,8 +344,8 @@ class DeviceModel:
         self._record.write(rows, lengths)
         self._run_body(len(rows))
         logits = self._run_head([n for n, row in enumerate(rows) if row.wants_logits])
-        if self.arena.has_free_slots:
-            self.arena.fill(self._used_and_not_resident())
+        if self.arena.usable_slots:
+            self._residency.after(len(rows))
         if self._trace is not None:  # behind all that may fail: a step that is repeated counts once
             self._trace.append(self.chosen(len(rows)))
         for sequence, cells in new.items():
@@ -396,13 +401,6 @@ class DeviceModel:
             logits[start : start + len(some)] = self._record.logits[: len(some)]
         return logits
 
-    def _used_and_not_resident(self) -> list[tuple[int, int]]:
-        """Return experts without a slot that were chosen, most often first."""
-        arena = self.arena
-        layers, experts = np.nonzero((arena.use > 0) & (arena.expert_tier == Tier.IN_PLACE))
-        order = np.argsort(-arena.use[layers, experts], kind="stable")
-        return [(int(layers[n]), int(experts[n])) for n in order]
-
     # The rest.
 
     def report(self) -> ModelReport:
@@ -426,7 +424,8 @@ class DeviceModel:
             ledger.bytes_by_owner,
         )
         hits, misses = self.arena.tally.tolist()
-        return ModelReport((device,), hits, misses)
+        moved = self._residency
+        return ModelReport((device,), hits, misses, moved.inserted, moved.inserted_bytes)
 
     def look(self) -> Look:
         """Look at the device's chunks as they are now."""
@@ -537,6 +536,13 @@ def _measure(file: GGUFFile, model: Description, options: Options, ctx_size: int
         HeadPlane(options.cache_type_v or "f16", model.value_length),
     )
     return _Sizes(dense, stacks, experts, slots, kv, ctx_size * model.rope_dims * 4)
+
+
+def policy_maker(options: Options) -> Maker:
+    """Return what makes the policy that is asked for."""
+    if options.adapt == "swap":
+        return swaps(options.adapt_every, options.adapt_swaps, options.adapt_decay)
+    return Insertion if options.adapt == "insert" else static
 
 
 def _write_rope_table(file: GGUFFile, model: Description, address: int, ctx_size: int) -> None:

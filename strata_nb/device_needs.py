@@ -27,7 +27,16 @@ def slots_wanted(options: Options, slots: SlotLayout, backend: Backend[Any]) -> 
                 "where the host has them and has no slots",
                 hint="leave it out, or give a device of its own memory: --device host:1x512MiB",
             )
+        if options.adapt != "insert":
+            raise ConfigError(
+                f"--adapt {options.adapt}: the device {backend.name} has no slots",
+                hint="leave it out, or give a device of its own memory: --device host:1x512MiB",
+            )
         return 0
+    if not slots.layers and options.adapt != "insert":
+        raise ConfigError(
+            f"--adapt {options.adapt}: this model has no experts", hint="leave it out"
+        )
     return slot_budget(expert_cache_size(options.expert_cache), slots) if slots.layers else 0
 
 

@@ -47,6 +47,7 @@ class Report:
     slots, resident   expert slots of all devices, and how many hold an expert
     hit_rate          share of the choices of experts that found a slot; None before the first
                       choice, and where there are no slots
+    inserted, inserted_bytes   experts that were copied to slots since the start, and their bytes
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the devices' memory
     """
@@ -55,6 +56,8 @@ class Report:
     slots: int
     resident: int
     hit_rate: float | None
+    inserted: int
+    inserted_bytes: int
     kv_cells: int
     bytes_by_owner: dict[str, int]
 
@@ -148,6 +151,7 @@ class Engine:
             (options.expert_profile_save, "--expert-profile-save"),
             (options.routing_trace, "--routing-trace"),
             (None if options.expert_cache == "auto" else options.expert_cache, "--expert-cache"),
+            (None if options.adapt == "insert" else options.adapt, "--adapt"),
             (options.vram_reserve_mib, "--vram-reserve-mib"),
             (options.kv_grow_init, "--kv-grow-init"),
             (options.kv_grow_step, "--kv-grow-step"),
@@ -265,6 +269,8 @@ class Engine:
             slots,
             sum(device.resident for device in report.devices),
             report.hits / choices if choices and slots else None,
+            report.inserted,
+            report.inserted_bytes,
             sum(device.kv_cells for device in report.devices),
             owners,
         )

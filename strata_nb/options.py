@@ -16,6 +16,7 @@ from strata_nb import story_model
 from strata_nb.errors import ConfigError
 
 REFERENCE = "reference"
+ADAPTATIONS = ("insert", "swap", "off")
 NO_PROFILE = "none"  # in place of a file
 _EXPERT_CACHE = re.compile(r"(\d{1,12})|(\d{1,9}(?:\.\d{1,9})?)(%|MiB|GiB)", re.ASCII)
 DEFAULT_CONTEXT_LIMIT = 8192  # cells, where neither the user nor the model asks for less
@@ -56,6 +57,15 @@ def expert_cache_size(text: str) -> tuple[float, str] | None:
         wanted = "auto, a number of slots, N% of all experts, NMiB or NGiB"
         raise _refuse("--expert-cache", text, wanted)
     return (float(match[1]), "") if match[1] else (float(match[2]), match[3])
+
+
+def check_swaps(every: int | None, swaps: int | None, decay: float | None) -> None:
+    """Refuse what `--adapt-every`, `--adapt-swaps` and `--adapt-decay` cannot be; None is right."""
+    for flag, value in (("--adapt-every", every), ("--adapt-swaps", swaps)):
+        if value is not None:
+            _check_integer(flag, value, 0, 2**31 - 1, "a whole number, 0 or more")
+    if decay is not None:
+        _check_real("--adapt-decay", decay, 0.0, 1.0, "a number from 0 to 1")
 
 
 def _check_path(flag: str, value: object) -> None:
@@ -99,6 +109,11 @@ class Options:
     kv_grow_step    cells that it grows by; None: an eighth of the context, 64 to 8,192
     deterministic   a row's bits depend on its own tokens alone: not on how a prompt is cut, on the
                     number of threads, or on which experts are resident. The host always computes so
+    adapt           how the experts in slots follow the text: "insert" (a miss comes when it is more
+                    likely to be used than who leaves), "swap" (the most used exchange with the
+                    least used at times), "off" (who came first stays)
+    adapt_every, adapt_swaps, adapt_decay   of "swap" only: windows between two rounds (0: never),
+                    exchanges of a round, what a round leaves of each count; None: 4, 96 and 0.7
     expert_profile, expert_profile_save   files that rank experts by use: read to fill slots at the
                     start, and written at the end. No profile is read for None, but of the story
                     model its own; "none" reads none of any model
@@ -121,6 +136,10 @@ class Options:
     kv_grow_init: int | None = None
     kv_grow_step: int | None = None
     deterministic: bool = False
+    adapt: str = "insert"
+    adapt_every: int | None = None
+    adapt_swaps: int | None = None
+    adapt_decay: float | None = None
     expert_profile: str | os.PathLike[str] | None = None
     expert_profile_save: str | os.PathLike[str] | None = None
     routing_trace: str | os.PathLike[str] | None = None
@@ -162,12 +181,28 @@ class Options:
         ):
             if not isinstance(value, bool):
                 raise _refuse(flag, value, "as True or False")
+        self._check_adapt()
         _check_path("--expert-profile", self.expert_profile)
         _check_path("--expert-profile-save", self.expert_profile_save)
         _check_path("--routing-trace", self.routing_trace)
         _check_path("--trace", self.trace)
         _check_cache_type("--cache-type-k", self.cache_type_k)
         _check_cache_type("--cache-type-v", self.cache_type_v)
+
+    def _check_adapt(self) -> None:
+        if self.adapt not in ADAPTATIONS:
+            raise _refuse("--adapt", self.adapt, "one of: " + ", ".join(ADAPTATIONS))
+        check_swaps(self.adapt_every, self.adapt_swaps, self.adapt_decay)
+        swaps = {
+            "--adapt-every": self.adapt_every,
+            "--adapt-swaps": self.adapt_swaps,
+            "--adapt-decay": self.adapt_decay,
+        }
+        for flag, value in swaps.items():
+            if value is not None and self.adapt != "swap":
+                raise ConfigError(
+                    f"{flag} {value}: --adapt {self.adapt} does not swap", hint="give --adapt swap"
+                )
 
     def model_path(self) -> Path:
         """Return the file of the model; ConfigError where the story model is not there."""

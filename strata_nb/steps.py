@@ -55,11 +55,14 @@ class ModelReport(NamedTuple):
 
     hits     choices of an expert that found it in a slot
     misses   choices that found it in host memory
+    inserted, inserted_bytes   experts that were copied to slots since the start, and their bytes
     """
 
     devices: tuple[DeviceReport, ...]
     hits: int
     misses: int
+    inserted: int
+    inserted_bytes: int
 
 
 class StepModel(Protocol):
@@ -184,7 +187,7 @@ class ReferenceSteps:
             raise
 
     def report(self) -> ModelReport:
-        return ModelReport((), 0, 0)
+        return ModelReport((), 0, 0, 0, 0)
 
     def close(self) -> None:
         with self._turn:

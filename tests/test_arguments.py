@@ -18,9 +18,13 @@ from strata_nb.commands.arguments import (
 from strata_nb.errors import ConfigError
 from strata_nb.options import Options, Sampling
 
+# Without which a command is none.
+NEEDED = {"bench": ["policy", "routes.npy"]}
+
 
 def parsed(command: str, *words: str) -> Arguments:
-    return parse(command, USAGE[command], words)
+    needed = [] if {"-h", "--help"} & {*words} else NEEDED.get(command, [])
+    return parse(command, USAGE[command], [*words, *needed])
 
 
 @pytest.mark.parametrize("command", USAGE)

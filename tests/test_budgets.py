@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ from strata_nb import Engine, Options
 from strata_nb.addresses import memory_view
 from strata_nb.cache.experts import Tier
 from strata_nb.cache.profile import load_profile
-from strata_nb.device_model import DeviceModel
+from strata_nb.cache.replay import replay
+from strata_nb.device_model import DeviceModel, policy_maker
 from strata_nb.errors import ConfigError, DriverError, FileFormatError, StrataError
 from strata_nb.kernels.reference import Floats
 
@@ -131,6 +133,112 @@ def test_slots_that_the_ledger_takes_back_change_no_bit(model: Path, exact: Floa
             assert not one.arena.has_free_slots or one.arena.usable_slots > one.arena.resident
 
 
+# Residency follows the text.
+
+ADAPTATIONS: list[dict[str, Any]] = [
+    {"adapt": "insert"},
+    {"adapt": "off"},
+    {"adapt": "swap"},
+    {"adapt": "swap", "adapt_every": 1, "adapt_swaps": 1000, "adapt_decay": 0.9},
+]
+
+
+@pytest.mark.parametrize("slots", [SHAPE.layers, EXPERTS // 4, EXPERTS // 2])
+@pytest.mark.parametrize("options", ADAPTATIONS, ids=str)
+def test_no_policy_changes_a_bit(
+    model: Path, exact: Floats, options: dict[str, Any], slots: int
+) -> None:
+    with opened(model, ROOMY, expert_cache=str(slots), **options) as one:
+        assert same_bits(text(one), exact)
+        report = one.report()
+        assert report.devices[0].resident == slots
+        if options["adapt"] == "off":
+            assert report.inserted == slots
+        elif slots > SHAPE.layers:
+            assert report.inserted > slots
+
+
+@pytest.mark.parametrize("options", ADAPTATIONS, ids=str)
+def test_a_replay_of_the_trace_finds_what_the_engine_found(
+    one_size: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    slots = 12
+    flags = {"expert_cache": str(slots), "routing_trace": tmp_path / "trace", **options}
+    with opened(one_size, ROOMY, **flags) as one:
+        read_in(one, random_tokens(120, 6) + [7] * 60, 1)
+        one.save_trace(tmp_path / "trace")
+        report = one.report()
+    outcome = replay(
+        np.load(tmp_path / "trace"),
+        SHAPE.experts,
+        policy_maker(Options(one_size, **options))(np.full((SHAPE.layers, SHAPE.experts), -1)),
+        slots,
+        start=[],
+    )
+    assert (outcome.hits, outcome.choices) == (report.hits, report.hits + report.misses)
+    assert outcome.written == report.inserted
+
+
+def test_what_was_inserted_is_counted_with_its_bytes(one_size: Path) -> None:
+    with opened(one_size, ROOMY, expert_cache="9") as one:
+        (blob,) = set(one.arena.layout.blob_bytes)
+        assert (one.report().inserted, one.report().inserted_bytes) == (0, 0)
+        text(one)
+        report = one.report()
+        assert report.inserted > 9
+        assert report.inserted_bytes == report.inserted * blob
+
+
+def test_a_text_that_stays_with_its_experts_finds_them_in_slots(one_size: Path) -> None:
+    """One token again and again uses few experts, which another text had no slots for."""
+    rates = {}
+    for adapt in ("insert", "swap", "off"):
+        with opened(one_size, ROOMY, expert_cache="12", adapt=adapt) as one:
+            read_in(one, random_tokens(60, 4), 1)
+            one.arena.tally[:] = 0
+            read_in(one, [7] * 120, 1)
+            rates[adapt] = hit_rate(one)
+    assert rates["insert"] > rates["off"] + 0.1
+    assert rates["swap"] > rates["off"]
+
+
+@pytest.mark.parametrize("operation", ["copy_async", "stream_synchronize"])
+def test_a_step_whose_exchange_fails_was_never_there(one_size: Path, operation: str) -> None:
+    ids = random_tokens(60, 5)
+    with opened(one_size) as one:
+        exact = read_in(one, ids, 1)
+    failed = 0
+    for nth in range(1, 12):
+        with opened(one_size, ROOMY, expert_cache="6") as one:
+            faults = one._backend.driver.faults  # type: ignore[attr-defined]
+            sequence = one.open_sequence()
+            logits = [read(one, sequence, ids[:20])]
+            assert not one.arena.has_free_slots
+            faults.plan(operation, nth)
+            while (length := one.length(sequence)) < len(ids):
+                try:
+                    logits.append(read(one, sequence, ids[length : length + 1]))
+                except DriverError:
+                    failed += 1
+                    assert one.length(sequence) == length
+                one.ledger.check_integrity()
+            faults.lift()
+            assert same_bits(np.concatenate(logits)[19:], exact[19:])
+            assert one.arena.resident == 6
+    assert failed > 3
+
+
+def test_slots_that_the_ledger_takes_while_text_goes_on_change_no_bit(
+    model: Path, exact: Floats
+) -> None:
+    with opened(model, ROOMY + "@64KiB", expert_cache=str(EXPERTS)) as one:
+        full = one.ledger.plan.arena_chunks
+        for share in (3, 1, 6, 2):
+            one.ledger.carry_out(replace(one.ledger.holdings(), experts=full // share))
+            assert same_bits(text(one), exact)
+            assert one.arena.resident == min(one.arena.usable_slots, EXPERTS)
+
+
 # Slots are real.
 
 
@@ -158,7 +266,7 @@ def test_the_hosts_copy_of_an_expert_in_a_slot_is_not_read(
     ids = random_tokens(256, 3)
     with opened(model) as one:
         long = read_in(one, ids, 1)
-    with opened(model, ROOMY, expert_cache=str(slots)) as one:
+    with opened(model, ROOMY, expert_cache=str(slots), adapt="off") as one:
         arena = one.arena
         home = arena.expert_address.copy()  # nobody has a slot yet
         resident = filled(one)
@@ -174,7 +282,7 @@ def test_the_hosts_copy_of_an_expert_in_a_slot_is_not_read(
 @pytest.mark.parametrize("tier", list(Tier))
 def test_the_copy_that_the_table_names_is_read(model: Path, tier: Tier) -> None:
     ids = random_tokens(64, 3)
-    with opened(model, ROOMY, expert_cache="50%") as one:
+    with opened(model, ROOMY, expert_cache="50%", adapt="off") as one:
         filled(one)
         before = read_in(one, ids, 64)
         victim = max(blobs(one, tier), key=lambda who: int(one.arena.use[who]))
@@ -238,7 +346,7 @@ def test_a_profile_fills_the_slots_of_the_next_start_in_its_order(
     assert len(order) == EXPERTS
     for slots in (SHAPE.layers, 20, EXPERTS):
         with Engine.open(
-            replace(options, expert_profile=profile, expert_cache=str(slots))
+            replace(options, expert_profile=profile, expert_cache=str(slots), adapt="off")
         ) as engine:
             arena = engine._device().arena
             assert [arena.owner(slot) for slot in range(slots)] == order[:slots]
@@ -297,6 +405,13 @@ def refusal(path: Path, **options: object) -> StrataError:
         pass
     assert got.value.hint
     return got.value
+
+
+def test_a_policy_is_refused_where_nothing_has_slots(model: Path, tiny: Path) -> None:
+    error = refusal(model, device="host", adapt="off")
+    assert "--adapt off: the device host has no slots" in str(error)
+    error = refusal(tiny, device="reference", adapt="swap")
+    assert "--adapt swap: the reference device" in str(error)
 
 
 def test_slots_are_refused_where_the_device_has_none(model: Path) -> None:

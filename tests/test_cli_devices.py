@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,7 +66,9 @@ def test_a_small_device_says_what_fits_and_writes_what_the_host_writes(
     slots = SHAPE.layers * SHAPE.experts // 2
     assert f"{slots} slots for {2 * slots} experts" in err
     assert "of 128 cells" in err
-    assert "% hits with" in err
+    assert re.search(
+        rf"% hits with {slots} experts in {slots} slots, \d+ inserted, [\d.]+ MiB", err
+    )
     assert "experts read in place" in host_err
     assert "of 128 cells" in host_err  # a chunk of the host holds more
     assert "slots" not in host_err
@@ -106,12 +109,28 @@ def test_a_profile_and_a_trace_are_written_and_the_profile_fills_the_slots(
     assert found["hit_rate"] > without
 
 
+def test_how_experts_follow_the_text_is_a_flag(run: Console, model: str, tmp_path: Path) -> None:
+    stats = tmp_path / "s.json"
+    flags = ["generate", "-m", model, "hello", *GREEDY, "--device", "host:1x8MiB"]
+    flags += ["--expert-cache", "2", "--stats-json", str(stats)]
+    written = {}
+    for adapt in (["insert"], ["swap", "--adapt-every", "1", "--adapt-decay", "0.9"], ["off"]):
+        _, written[adapt[0]], _ = run(*flags, "--adapt", *adapt)
+        found = json.loads(stats.read_text())
+        assert (found["inserted"] > 2) == (adapt != ["off"])
+        assert found["inserted_bytes"] > found["inserted"]
+    assert len(set(written.values())) == 1
+
+
 def test_flags_about_experts_are_refused_where_there_are_none(
     run: Console, model: str, tmp_path: Path
 ) -> None:
     for flags, said in (
         (["--expert-cache", "5"], "has no slots"),
         (["--device", "reference", "--expert-cache", "5"], "no slots"),
+        (["--adapt", "swap"], "has no slots"),
+        (["--adapt", "lru"], "--adapt lru: not usable"),
+        (["--adapt-every", "4"], "--adapt insert does not swap"),
         (["--device", "reference", "--routing-trace", str(tmp_path / "t")], "counts no experts"),
         (["--expert-profile", str(tmp_path / "none")], "none"),
     ):

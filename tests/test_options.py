@@ -37,6 +37,10 @@ FLAGS = {
     "kv_grow_init": "--kv-grow-init",
     "kv_grow_step": "--kv-grow-step",
     "deterministic": "--deterministic",
+    "adapt": "--adapt",
+    "adapt_every": "--adapt-every",
+    "adapt_swaps": "--adapt-swaps",
+    "adapt_decay": "--adapt-decay",
     "expert_profile": "--expert-profile",
     "expert_profile_save": "--expert-profile-save",
     "routing_trace": "--routing-trace",
@@ -71,6 +75,13 @@ REFUSED_OPTIONS: list[tuple[str, Any]] = [
     *(("vram_reserve_mib", value) for value in (-1, 2**31, 0.5, "64", True)),
     *((name, value) for name in ("deterministic", "vram_elastic") for value in (0, 1, None, "yes")),
     *(("kv_grow", value) for value in (0, 1, "yes")),
+    *(("adapt", value) for value in ("", "on", "lru", None, True)),
+    *(
+        (name, value)
+        for name in ("adapt_every", "adapt_swaps")
+        for value in (-1, 2**31, 4.0, "4", True)
+    ),
+    *(("adapt_decay", value) for value in (-0.1, 1.1, math.nan, "0.7", True)),
     *(
         (name, value)
         for name in ("kv_grow_init", "kv_grow_step")
@@ -123,6 +134,10 @@ def test_options_leave_every_choice_to_the_engine() -> None:
         "kv_grow_init": None,
         "kv_grow_step": None,
         "deterministic": False,
+        "adapt": "insert",
+        "adapt_every": None,
+        "adapt_swaps": None,
+        "adapt_decay": None,
         "expert_profile": None,
         "expert_profile_save": None,
         "routing_trace": None,
@@ -177,6 +192,9 @@ def test_the_ends_of_the_sampling_ranges_are_usable(values: dict[str, Any]) -> N
         {"cache_type_k": "f32", "cache_type_v": "f32", "prefill": "auto"},
         {"device": "host:16x64KiB@4KiB", "expert_cache": "0", "vram_reserve_mib": 0},
         {"expert_cache": "100%", "vram_reserve_mib": 2**31 - 1, "deterministic": True},
+        {"adapt": "swap", "adapt_every": 0, "adapt_swaps": 0, "adapt_decay": 0},
+        {"adapt": "swap", "adapt_every": 2**31 - 1, "adapt_decay": 1.0},
+        {"adapt": "off"},
         {"expert_cache": "0.5GiB", "routing_trace": "r.npy", "expert_profile": "p"},
     ],
 )
@@ -206,3 +224,16 @@ def test_a_changed_copy_is_checked_and_the_original_cannot_change() -> None:
         replace(sampling, top_p=2)
     with pytest.raises(FrozenInstanceError):
         sampling.top_p = 0.5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("values", [{"adapt_every": 4}, {"adapt_swaps": 0}, {"adapt_decay": 0.7}])
+@pytest.mark.parametrize("adapt", ["insert", "off"])
+def test_what_is_said_of_swaps_is_refused_where_nothing_swaps(
+    values: dict[str, Any], adapt: str
+) -> None:
+    (name,) = values
+    with pytest.raises(
+        ConfigError, match=rf"^{FLAGS[name]} .*: --adapt {adapt} does not swap"
+    ) as e:
+        Options("m.gguf", adapt=adapt, **values)
+    assert e.value.hint == "give --adapt swap"

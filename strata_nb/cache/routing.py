@@ -12,7 +12,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb.errors import ConfigError, RuleViolation
+from strata_nb.errors import ConfigError, FileFormatError, RuleViolation
 from strata_nb.whole_files import whole_file
 
 MOST_EXPERTS = 1 << 15  # of a layer, that int16 can name
@@ -49,3 +49,31 @@ class RoutingTrace:
         """Write all routes so far; a reader sees the old file or the new one. Raises OSError."""
         with whole_file(path) as file:
             np.save(file, self.routes())
+
+
+def load_trace(path: str | os.PathLike[str]) -> npt.NDArray[np.int16]:
+    """Read a trace: int16 (tokens, layers, top_k). Raises FileFormatError and OSError."""
+    try:
+        trace = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise FileFormatError(path, 0, f"no numpy array: {error}") from None
+    if not isinstance(trace, np.ndarray) or trace.dtype != np.int16 or trace.ndim != 3:
+        found = f"{trace.dtype} {trace.shape}" if isinstance(trace, np.ndarray) else "an archive"
+        raise FileFormatError(path, 0, f"{found}, a routing trace is int16 (tokens, layers, top-k)")
+    if not trace.size:
+        raise FileFormatError(path, 0, f"a routing trace of no choices: {trace.shape}")
+    order = np.sort(trace, axis=2)
+    if order.min() < 0 or np.any(order[..., 1:] == order[..., :-1]):
+        wrong = (order[..., 0] < 0) | np.any(order[..., 1:] == order[..., :-1], axis=2)
+        token, layer = np.argwhere(wrong)[0]
+        raise FileFormatError(
+            path, None, f"token {token}, layer {layer}: experts {trace[token, layer].tolist()}"
+        )
+    return trace
+
+
+def count_use(trace: npt.NDArray[np.integer], experts: int) -> npt.NDArray[np.int64]:
+    """Return how often each expert was chosen: (layers, experts)."""
+    layers = trace.shape[1]
+    numbers = trace.astype(np.int64) + experts * np.arange(layers)[:, None]
+    return np.bincount(numbers.reshape(-1), minlength=layers * experts).reshape(layers, experts)

@@ -132,6 +132,14 @@ class Arguments:
             raise ConfigError(f"{name}: an empty file name", hint=f"write {name} FILE")
         return str(value)
 
+    def paths(self, name: str) -> list[str]:
+        """Return every file name of a repeatable argument."""
+        values: Any = self._values.get(name) or []
+        for value in values:
+            if not value or "\0" in value:
+                raise ConfigError(f"{name}: an empty file name", hint=f"write the name of a {name}")
+        return [str(value) for value in values]
+
     def texts(self, name: str) -> list[str]:
         """Return every value of a repeatable option, refusing bytes that are not UTF-8."""
         values: Any = self._values.get(name) or []
@@ -219,6 +227,10 @@ def options_from(arguments: Arguments, model: str | None = None) -> Options:
             kv_grow_init=arguments.integer("--kv-grow-init"),
             kv_grow_step=arguments.integer("--kv-grow-step"),
             deterministic=arguments.flag("--deterministic"),
+            adapt=arguments.text("--adapt"),
+            adapt_every=arguments.integer("--adapt-every"),
+            adapt_swaps=arguments.integer("--adapt-swaps"),
+            adapt_decay=arguments.real("--adapt-decay"),
             expert_profile=arguments.path("--expert-profile"),
             expert_profile_save=arguments.path("--expert-profile-save"),
             routing_trace=arguments.path("--routing-trace"),

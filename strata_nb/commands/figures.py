@@ -88,6 +88,8 @@ def memory_stats(report: Report) -> dict[str, object]:
         "slots": report.slots,
         "resident": report.resident,
         "hit_rate": report.hit_rate,
+        "inserted": report.inserted,
+        "inserted_bytes": report.inserted_bytes,
         "kv_cells": report.kv_cells,
         "bytes_by_owner": report.bytes_by_owner,
     }
@@ -125,7 +127,8 @@ def memory_text(engine: Engine, cells: int) -> str:
         text += f" (memory for {there:,})"
     if report.hit_rate is not None:
         hits = f"{report.hit_rate:.1%} hits with {report.resident:,} experts"
-        return f"{text} · {hits} in {report.slots:,} slots"
+        moved = f"{report.inserted:,} inserted, {bytes_text(report.inserted_bytes)}"
+        return f"{text} · {hits} in {report.slots:,} slots, {moved}"
     return f"{text} · experts read in place" if engine.description.experts else text
 
 

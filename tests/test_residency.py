@@ -1,0 +1,161 @@
+"""Residency: a policy for each size class, on a device with real slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cache_world import BLOBS, EXPERTS, World, overwrite
+
+from strata_nb.cache.experts import Tier
+from strata_nb.cache.policy import Counts, Insertion, Mask, Moves, Ranks, static
+from strata_nb.cache.residency import Residency
+from strata_nb.errors import DriverError
+
+LAYERS = len(BLOBS)
+NO_RANKS: Ranks = np.full((LAYERS, EXPERTS), -1, np.int32)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(slots=2 * LAYERS)
+    world.open()
+    yield world
+    world.check()
+    world.end()
+
+
+class Told:
+    """Note what a policy is told, and answer with the moves that are next."""
+
+    fetches = False
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.told: list[tuple[npt.NDArray[np.integer], int, Mask, int]] = []
+        self.next = Moves([], [])
+
+    def after(self, used: Counts, rows: int, resident: Mask, slots: int) -> Moves:
+        self.told.append((used, rows, resident, slots))
+        moves, self.next = self.next, Moves([], [])
+        return moves
+
+
+def residency_of(world: World, ranks: Ranks = NO_RANKS) -> tuple[Residency, list[Told]]:
+    assert world.ledger is not None
+    made: list[Told] = []
+
+    def make(ranks: Ranks) -> Told:
+        made.append(Told(ranks))
+        return made[-1]
+
+    return Residency(world.ledger.experts, ranks, make), made
+
+
+def test_a_policy_knows_the_layers_of_its_size_and_nothing_else(world: World) -> None:
+    assert world.ledger is not None
+    arena = world.ledger.experts
+    arena.use[:] = 9  # before
+    ranks = np.arange(LAYERS * EXPERTS, dtype=np.int32).reshape(LAYERS, EXPERTS)
+    residency, (small, large) = residency_of(world, ranks)
+    assert small.ranks.tolist() == ranks[[0, 2]].tolist()
+    assert large.ranks.tolist() == ranks[[1]].tolist()
+    arena.fill([(0, 1), (1, 2), (2, 3)])
+    arena.use[2, 3] += 4
+    arena.use[1, 0] += 1
+    residency.after(5)
+    used, rows, resident, slots = small.told[0]
+    assert used.tolist() == [[0, 0, 0, 0], [0, 0, 0, 4]]
+    assert resident.tolist() == [[False, True, False, False], [False, False, False, True]]
+    assert (rows, slots) == (5, 4)
+    used, rows, resident, slots = large.told[0]
+    assert used.tolist() == [[1, 0, 0, 0]]
+    assert resident.tolist() == [[False, False, True, False]]
+    assert (rows, slots) == (5, 2)
+    residency.after(1)
+    assert not small.told[1][0].any()
+
+
+def test_a_step_that_is_repeated_counts_once(world: World) -> None:
+    assert world.ledger is not None
+    residency, (small, _) = residency_of(world)
+    for _ in range(3):  # of which two failed behind the routers
+        world.ledger.experts.use[0] += [2, 1, 1, 0]
+    residency.after(2)
+    assert small.told[0][0][0].tolist() == [2, 2, 2, 0]
+
+
+def test_who_leaves_is_read_in_place_and_who_comes_from_a_slot(world: World) -> None:
+    assert world.ledger is not None
+    arena = world.ledger.experts
+    residency, (small, large) = residency_of(world)
+    arena.fill([(0, 0), (0, 1), (2, 0), (2, 1), (1, 0), (1, 1)])
+    assert not arena.has_free_slots
+    small.next = Moves([(0, 0), (1, 1)], [(1, 3), (1, 2)])
+    large.next = Moves([(0, 1)], [(0, 3)])
+    residency.after(1)
+    for expert in [(0, 0), (2, 1), (1, 1)]:
+        assert arena.expert_tier[expert] == Tier.IN_PLACE
+    there = [(0, 1), (2, 0), (2, 3), (2, 2), (1, 0), (1, 3)]
+    assert {arena.owner(slot) for slot in range(6)} == set(there)
+    for layer, expert in there:
+        overwrite(world.host.address + int(world.host.offsets[layer, expert]), 16)
+        assert np.array_equal(world.named_blob(layer, expert), world.blob(layer, expert))
+    for layer, expert in there:
+        world.host_blob(layer, expert)[:] = world.blob(layer, expert)
+    assert residency.inserted == 3
+    assert residency.inserted_bytes == 2 * BLOBS[0] + BLOBS[1]
+
+
+def test_a_copy_that_fails_leaves_slots_free_that_the_next_step_fills(world: World) -> None:
+    assert world.ledger is not None
+    arena = world.ledger.experts
+    residency, (small, _) = residency_of(world)
+    arena.fill([(0, 0), (0, 1), (2, 0), (2, 1), (1, 0), (1, 1)])
+    small.next = Moves([(0, 0)], [(1, 3)])
+    world.driver.faults.plan("copy_async", 1)
+    with pytest.raises(DriverError):
+        residency.after(1)
+    world.check()
+    assert arena.resident == 5
+    assert arena.has_free_slots
+    assert residency.inserted == 0
+    small.next = Moves([], [(1, 3)])
+    residency.after(1)
+    assert arena.resident == 6
+    assert residency.inserted == 1
+
+
+def test_slots_are_counted_as_the_ledger_leaves_them(world: World) -> None:
+    assert world.ledger is not None
+    ledger, arena = world.ledger, world.ledger.experts
+    residency, (small, large) = residency_of(world)
+    seen = set()
+    for chunks in range(ledger.plan.start.experts, -1, -1):
+        ledger.carry_out(replace(ledger.holdings(), experts=chunks, spare=0))
+        residency.after(1)
+        sizes = [arena.layout.slot_bytes(slot) for slot in range(arena.usable_slots)]
+        assert small.told[-1][3] == sizes.count(min(arena.layout.classes))
+        assert large.told[-1][3] == sizes.count(max(arena.layout.classes))
+        seen.add(len(sizes))
+    assert seen == set(range(7))
+
+
+@pytest.mark.parametrize("make", [static, Insertion])
+def test_policies_and_the_ledger_agree_whatever_happens(world: World, make: type) -> None:
+    assert world.ledger is not None
+    ledger, arena = world.ledger, world.ledger.experts
+    residency = Residency(arena, NO_RANKS, make)
+    rng = np.random.default_rng(0)
+    for step in range(200):
+        rows = int(rng.integers(1, 12))
+        arena.use += (rng.random((LAYERS, EXPERTS)) ** 4 * (rows + 1)).astype(np.int64)
+        residency.after(rows)
+        if step % 9 == 0:
+            chunks = int(rng.integers(0, ledger.plan.start.experts + 1))
+            ledger.carry_out(replace(ledger.holdings(), experts=chunks))
+        world.check()
+    assert residency.inserted > 20
