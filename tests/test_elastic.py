@@ -130,6 +130,15 @@ def test_growth_ahead_that_finds_nothing_is_no_error_until_it_is_needed(grown: G
     assert held.experts == grown.ledger.plan.floor_chunks
 
 
+def test_a_refusal_has_its_numbers_whoever_refused() -> None:
+    grown = Grown(blobs=())
+    grown.write(64)
+    grown.world.driver.faults.plan("create", forever=True)
+    with pytest.raises(OutOfDeviceMemory, match="no memory to grow, cells 192, there are 128"):
+        grown.elastic.before_step({grown.sequence: 65})
+    grown.world.end()
+
+
 def test_a_failed_growth_ahead_is_not_tried_at_every_token(grown: Grown) -> None:
     grown.write(64)
     grown.world.driver.faults.plan("map", forever=True)

@@ -153,6 +153,21 @@ def test_growth_takes_spare_memory_first_then_the_systems_then_experts() -> None
     assert refused.value.numbers["possible"] == 28 * UNIT
 
 
+def test_experts_give_what_the_system_promised_and_has_not() -> None:
+    world = World(chunks=40, kv_cells=128, kv_most_cells=640)  # room for a block beside all experts
+    ledger = world.open()
+    warm(ledger)
+    world.driver.faults.plan("create", forever=True)
+    slots = ledger.experts.usable_slots
+    change = ledger.grow_kv(3, 3)
+    assert ledger.kv.usable_blocks == 3
+    assert change.slots < slots
+    world.check()
+    with pytest.raises(OutOfDeviceMemory, match="not enough memory, needed"):
+        ledger.grow_kv(5, 5)
+    world.end()
+
+
 # Who leaves.
 
 

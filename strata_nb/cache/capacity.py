@@ -135,9 +135,22 @@ class Ledger:
     # not what is asked for, OutOfDeviceMemory.
 
     def grow_kv(self, least_blocks: int, wanted_blocks: int) -> Change:
-        """Make room for `wanted_blocks` K/V blocks or for as many as can be, at least the least."""
+        """Make room for `wanted_blocks` K/V blocks or for as many as can be, at least the least.
+
+        Where the system has less than it said, experts give what is missing.
+        """
+        try:
+            return self._ask(
+                "grow_kv", lambda: requests.grow_kv(self._now(), least_blocks, wanted_blocks)
+            )
+        except OutOfDeviceMemory as error:
+            if not error.code:  # nobody but the plan refused
+                raise
         return self._ask(
-            "grow_kv", lambda: requests.grow_kv(self._now(), least_blocks, wanted_blocks)
+            "grow_kv",
+            lambda: requests.grow_kv(
+                replace(self._now(), obtainable=0), least_blocks, wanted_blocks
+            ),
         )
 
     def trim_kv(self, blocks: int) -> Change:

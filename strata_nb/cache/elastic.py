@@ -164,8 +164,7 @@ class ElasticKV:
         numbers = {
             "cells": blocks * BLOCK_CELLS,
             "there are": ledger.kv.usable_blocks * BLOCK_CELLS,
-            "bytes needed": error.numbers["needed"],
-            "possible": error.numbers["possible"],
+            **error.numbers,
             "reserve": ledger.reserve_bytes,
         }
         return OutOfDeviceMemory(
