@@ -7,9 +7,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from vocab_files import VocabFiles
 
 pytest.register_assert_rewrite("driver_contract", "cache_world")
+
+
+# How long an example takes says nothing on a shared machine.
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 
 
 @pytest.fixture(scope="session")

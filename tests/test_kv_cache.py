@@ -501,6 +501,4 @@ class Sequences(RuleBasedStateMachine):
 
 
 TestSequences = Sequences.TestCase
-TestSequences.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, derandomize=True
-)
+TestSequences.settings = settings(max_examples=25, stateful_step_count=30, derandomize=True)

@@ -202,11 +202,9 @@ class Requests(RuleBasedStateMachine):
 
 
 TestRequests = Requests.TestCase
-TestRequests.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True
-)
+TestRequests.settings = settings(max_examples=40, stateful_step_count=40, derandomize=True)
 
 
 @pytest.mark.slow
 class TestRequestsLong(Requests.TestCase):  # type: ignore[misc]
-    settings = settings(max_examples=600, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=600, stateful_step_count=60)

@@ -237,7 +237,7 @@ _VALUES = st.sampled_from(sorted(_ELEMENTS)).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.dictionaries(_NAMES, _VALUES))
 def test_metadata_come_back_as_they_were_written(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, tuple[int, object]]
@@ -255,7 +255,7 @@ def test_metadata_come_back_as_they_were_written(
         assert (found.tolist() if isinstance(found, np.ndarray) else found) == value
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.binary(max_size=12), max_size=20))
 def test_tokens_that_are_not_utf8_can_be_recovered_exactly(
     tmp_path_factory: pytest.TempPathFactory, tokens: list[bytes]

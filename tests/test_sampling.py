@@ -100,7 +100,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[int], Sampling, tuple[int, 
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(cases())
 def test_the_distribution_is_that_of_the_samplers_one_after_the_other(
     case: tuple[np.ndarray, list[int], Sampling, tuple[int, ...]],
@@ -116,7 +116,7 @@ def test_the_distribution_is_that_of_the_samplers_one_after_the_other(
     np.testing.assert_array_equal(logits, before)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases(), st.floats(0, 1, exclude_max=True))
 def test_a_draw_inverts_the_cumulative_distribution(
     case: tuple[np.ndarray, list[int], Sampling, tuple[int, ...]], random: float

@@ -32,7 +32,7 @@ def test_a_stream_gives_the_text_of_any_ids(name: str, vocab_files: VocabFiles) 
     )
 
     @given(st.lists(token, max_size=30), st.booleans())
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     def same_text(ids: list[int], skip_special: bool) -> None:
         # A stream continues a text: what goes before keeps the first space of an SPM text.
         before = tokenizer.encode("x")
@@ -48,7 +48,7 @@ def test_each_character_comes_when_it_is_whole(name: str, vocab_files: VocabFile
     tokenizer = vocab_files.tokenizer(name)
 
     @given(st.text(st.sampled_from("aé中🙂\u0301\u200dក 👩\n"), max_size=20))
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     def whole_characters(text: str) -> None:
         stream = tokenizer.stream()
         fed, shown = b"", ""

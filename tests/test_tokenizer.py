@@ -123,7 +123,7 @@ def test_any_text_comes_back_from_its_ids(name: str, vocab_files: VocabFiles) ->
     )
 
     @given(st.lists(piece, max_size=6).map("".join), st.booleans())
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     def comes_back(text: str, parse_special: bool) -> None:
         text = text.replace("▁", "")  # which SPM cannot tell from a space
         ids = tokenizer.encode(text, parse_special=parse_special)

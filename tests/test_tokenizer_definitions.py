@@ -38,7 +38,7 @@ def merge_by_definition(text: str, vocabulary: Sequence[str], merges: Sequence[s
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_list_of_merges_is_applied_by_the_definition(data: st.DataObject) -> None:
     some = st.text("abc", min_size=1, max_size=4)
     tokens = data.draw(st.lists(some, min_size=1, max_size=12, unique=True))
@@ -65,7 +65,7 @@ def join_by_definition(text: str, tokens: Sequence[str], scores: Sequence[float]
 
 @pytest.mark.parametrize("scoring", ["distinct", "ties"])
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_any_spm_vocabulary_joins_by_the_definition(scoring: str, data: st.DataObject) -> None:
     several = st.text("ab▁", min_size=2, max_size=5)
     tokens = ["a", "▁", *data.draw(st.lists(several, min_size=8, max_size=16, unique=True))]

@@ -706,9 +706,7 @@ class MemoryManager(RuleBasedStateMachine):
 
 
 TestMemoryManager = MemoryManager.TestCase
-TestMemoryManager.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True
-)
+TestMemoryManager.settings = settings(max_examples=100, stateful_step_count=50, derandomize=True)
 
 
 class LongRun(MemoryManager):
@@ -716,7 +714,7 @@ class LongRun(MemoryManager):
 
 
 TestLongRun = pytest.mark.slow(LongRun.TestCase)
-TestLongRun.settings = settings(max_examples=2000, stateful_step_count=100, deadline=None)
+TestLongRun.settings = settings(max_examples=2000, stateful_step_count=100)
 
 
 def test_every_test_that_the_document_names_exists() -> None:

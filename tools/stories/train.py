@@ -14,6 +14,7 @@ Options:
   --steps=N         stop after this many steps, whatever the time
   --batch=N         sequences of 512 tokens in a step [default: 128]
   --rate=R          highest learning rate [default: 0.003]
+  --balance=B       weight of the load-balancing loss [default: 0.01]
   --device=NAME     [default: cuda]
   --seed=N          [default: 1]
 
@@ -36,7 +37,7 @@ from docopt import docopt
 from network import Shape, Weights, initial_weights, losses, rope_table
 
 END_OF_TEXT = 0
-BALANCE, ROUTER_Z = 0.01, 0.001  # weights of the losses beside that of the next token
+ROUTER_Z = 0.001  # weight of the router's z-loss beside that of the next token
 DECAY = 0.1
 WARM_UP = 200  # steps
 COOL_DOWN = 0.4  # the last part of the run, in which the rate falls to 0
@@ -86,6 +87,7 @@ def train(shape: Shape, corpus: Path, out: Path, arguments: dict[str, Any]) -> N
     """Train for the time or the steps given; the log has the loss on held-out stories."""
     device, seed = arguments["--device"], int(arguments["--seed"])
     seconds, batch = float(arguments["--seconds"]), int(arguments["--batch"])
+    balance_weight = float(arguments["--balance"])
     last_step = int(arguments["--steps"]) if arguments["--steps"] else None
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
@@ -121,7 +123,7 @@ def train(shape: Shape, corpus: Path, out: Path, arguments: dict[str, Any]) -> N
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss, balance, z = compiled(ids)
-        (loss + BALANCE * balance + ROUTER_Z * z).backward()
+        (loss + balance_weight * balance + ROUTER_Z * z).backward()
         torch.nn.utils.clip_grad_norm_(w.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
