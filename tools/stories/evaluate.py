@@ -147,9 +147,10 @@ def hit_rates(model: Path) -> list[dict[str, object]]:
     """Write the same stories on devices with slots for a share of the experts."""
     rows: list[dict[str, object]] = []
     expected: list[list[int]] = []
-    for device, share in [("host", 100), *((DEVICE, share) for share in SHARES)]:
+    on_devices = [(DEVICE, share, adapt) for share in SHARES for adapt in ("insert", "off")]
+    for device, share, adapt in [("host", 100, "insert"), *on_devices]:
         cache = "auto" if device == "host" else f"{share}%"
-        options = Options(model, device, expert_cache=cache, deterministic=True)
+        options = Options(model, device, expert_cache=cache, adapt=adapt, deterministic=True)
         with Engine.open(options) as engine:
             prompt = engine.encode("Once upon a time")
             found = [
@@ -161,6 +162,7 @@ def hit_rates(model: Path) -> list[dict[str, object]]:
         rows.append(
             {
                 "device": device,
+                "adapt": adapt,
                 "slots": report.slots,
                 "hit_rate": report.hit_rate,
                 "tokens": sum(map(len, found)),
