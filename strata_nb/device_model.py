@@ -122,7 +122,7 @@ class DeviceModel:
         unplaced, weight_bytes = loading.dense_layout(file, sizes.dense)
         measured, buffer_bytes = self._emit(sizes, unplaced, Buffers(), placed=False)
         needs = Needs(
-            dense_bytes=weight_bytes + buffer_bytes,
+            dense_bytes=device_needs.plain_bytes(weight_bytes, buffer_bytes),
             reserve_bytes=(options.vram_reserve_mib or 0) << 20,
             kv=sizes.kv,
             kv_cells=ctx_size if rules is None else rules.init_cells,

@@ -10,6 +10,7 @@ from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.cache.plan import Needs, Plan
 from strata_nb.cache.slots import SlotLayout, slot_budget
 from strata_nb.errors import ConfigError
+from strata_nb.execution import PLAIN_UNIT_BYTES
 from strata_nb.options import Options, expert_cache_size
 
 
@@ -61,6 +62,11 @@ def growth_rules(options: Options, ctx_size: int, backend: Backend[Any]) -> Grow
             hint="give a device of its own memory: --device host:1x512MiB",
         )
     return GrowthRules.of(ctx_size, *sizes.values()) if grows else None
+
+
+def plain_bytes(*sizes: int) -> int:
+    """Return what allocations of these sizes take of a device's memory, each in whole pages."""
+    return sum(-(-size // PLAIN_UNIT_BYTES) * PLAIN_UNIT_BYTES for size in sizes)
 
 
 def host_bytes(expert_bytes: int, needs: Needs) -> dict[str, int]:

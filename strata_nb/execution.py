@@ -14,6 +14,8 @@ from typing import Protocol
 
 from strata_nb.vmm import MemoryDriver
 
+PLAIN_UNIT_BYTES = 4096  # an allocation takes a multiple of this from its device
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:

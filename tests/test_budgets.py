@@ -432,6 +432,18 @@ def test_a_device_without_room_for_the_dense_weights_is_refused_with_the_sum(mod
     assert numbers["dense weights and buffers"] > 262_144
 
 
+def test_a_device_of_the_bytes_that_a_refusal_asks_for_is_enough(tiny: Path) -> None:
+    for cells in range(200, 216):  # the buffers end anywhere in a page
+        options = Options(tiny, device="host:1x64KiB@64KiB", ctx_size=cells, kv_grow=False)
+        lines = str(
+            refusal(tiny, device=options.device, ctx_size=cells, kv_grow=False)
+        ).splitlines()
+        needed = next(line for line in lines if line.endswith(" needed")).split()[0]
+        kib = -(-int(needed.replace(",", "")) // 1024)
+        with Engine.open(replace(options, device=f"host:1x{kib}KiB@64KiB")) as engine:
+            assert engine.describe().slots == 2
+
+
 def test_the_context_that_a_refusal_names_does_fit(model: Path) -> None:
     options = Options(model, device=ROOMY, ctx_size=1024, expert_cache="0", kv_grow=False)
     with Engine.open(options) as engine:
