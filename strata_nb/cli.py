@@ -21,6 +21,7 @@ from importlib import import_module
 
 import strata_nb
 from strata_nb.commands.arguments import Arguments, parse
+from strata_nb.commands.terminal import one_line
 from strata_nb.errors import ConfigError, StrataError
 
 MAIN_USAGE = """\
@@ -328,15 +329,10 @@ def _report(error: BaseException) -> int:
         hint, status = "a fault of strata_nb; STRATA_NB_DEBUG=1 shows where", 1
     # Only refusals of options have several lines: sums, and none of their text is a file's.
     lines = cause.split("\n") if isinstance(error, ConfigError) else [cause]
-    print("strata_nb: " + "\n".join(map(_one_line, lines)), file=sys.stderr)
+    print("strata_nb: " + "\n".join(map(one_line, lines)), file=sys.stderr)
     if hint:
-        print(f"hint: {_one_line(hint)}", file=sys.stderr)
+        print(f"hint: {one_line(hint)}", file=sys.stderr)
     return status
-
-
-def _one_line(text: str) -> str:
-    """Write what would move the cursor, which a file may hold, as an escape."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def main(argv: Sequence[str]) -> int:

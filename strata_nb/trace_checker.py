@@ -85,6 +85,8 @@ class Checker:
         return found
 
     def _broken(self, line: Line) -> Iterator[tuple[int, str]]:
+        if not line.known:
+            return
         if line.outcome is not None:
             device = self._device_of(line)
             if line.kind in _CHANGES and device is not None:

@@ -126,6 +126,8 @@ class Memory:
 
     def apply(self, line: Line) -> None:
         """Change what a line says; a call that failed changes nothing but that it is known."""
+        if not line.known:
+            return
         if line.outcome is not None and not line.ok:
             found = self.reservation(line["address"]) if line.kind == "unmap" else None
             if found is not None and line["address"] in found.mappings:

@@ -242,7 +242,13 @@ def _text(line: Line, memory: Memory, devices: int) -> str:
     if line.kind == "create" and line.ok:
         parts.append(f"chunk {fields.pop('result')}")
     for name, value in fields.items():
-        if name in ("address", "destination", "source"):
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(value, dict):
+            inside = " ".join(f"{key} {count}" for key, count in value.items() if count)
+            parts.append(f"{name} {inside or 'nothing'}")
+        elif not number:  # also a size or an address of a line that is not known
+            parts.append(f"= {value}" if name == "result" else f"{name} {value}")
+        elif name in ("address", "destination", "source"):
             parts.append(f"{'' if name == 'address' else name + ' '}{_place(value, memory)}")
         elif name == "result" and line.kind in ("reserve", "allocate", "allocate_host"):
             parts.append(f"at {value:#x}")
@@ -252,12 +258,8 @@ def _text(line: Line, memory: Memory, devices: int) -> str:
             parts.append(f"{value:,} bytes")
         elif name == "handle":
             parts.append(f"chunk {value}")
-        elif isinstance(value, dict):
-            inside = " ".join(f"{key} {count}" for key, count in value.items() if count)
-            parts.append(f"{name} {inside or 'nothing'}")
         else:
-            number = isinstance(value, int) and not isinstance(value, bool)
-            parts.append(f"{name} {value:,}" if number else f"{name} {value}")
+            parts.append(f"{name} {value:,}")
     trouble = line.fields.get("message") or line.fields.get("error")
     return ", ".join([*parts, str(trouble)] if trouble else parts)
 

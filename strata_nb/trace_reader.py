@@ -114,6 +114,11 @@ class Line:
         """Whether this is a call that did what it was asked."""
         return self.outcome == _OK
 
+    @property
+    def known(self) -> bool:
+        """Whether the fields of this kind were looked at."""
+        return self.kind in CALLS or self.kind in EVENTS
+
     def __getitem__(self, field: str) -> Any:
         return self.fields[field]
 
@@ -182,7 +187,9 @@ class _Parser:
     def _object(self, text: bytes) -> dict[str, Any]:
         try:
             found = json.loads(text)
-        except ValueError as error:  # also bytes that are not UTF-8
+            if b"\\u" in text:
+                json.dumps(found, ensure_ascii=False).encode()  # not so for half a character
+        except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
             raise self.refuse(f"line {self.number:,} is not JSON: {error}") from None
         if not isinstance(found, dict):
             raise self.refuse(f"line {self.number:,} is no JSON object")
@@ -217,6 +224,11 @@ class _Parser:
         if not _is_whole(t_us) or not isinstance(kind, str):
             raise self.refuse(f"line {self.number:,} has no t_us or no kind")
         outcome = found.pop("outcome", None)
+        if outcome is not None and not isinstance(outcome, str):
+            raise self.refuse(f"line {self.number:,}: {kind} with outcome {outcome!r}")
+        if kind in (CALLS if outcome is None else EVENTS):
+            why = "a call without an outcome" if outcome is None else "an event with an outcome"
+            raise self.refuse(f"line {self.number:,}: {kind}, {why}")
         wanted = (EVENTS if outcome is None else CALLS).get(kind, ())
         for name in wanted:
             if not _fits(name, found.get(name), kind):

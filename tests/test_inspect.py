@@ -78,6 +78,17 @@ def test_a_trace_that_was_cut_off_is_said_to_be(run: Console, trace_file: Path) 
     assert "cut off" in out
 
 
+def test_what_a_file_names_moves_no_cursor(run: Console, trace_file: Path) -> None:
+    lines = [json.loads(line) for line in trace_file.read_text().splitlines()]
+    lines[0]["device"] = lines[0]["devices"][0]["name"] = "\x1b[2J"
+    lines[1:] = [{"t_us": 1, "kind": "\r", "outcome": "\x1b"}, {"t_us": 2, "kind": "\x07"}]
+    trace_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status, out, _ = run("inspect", str(trace_file))
+    assert status == 0
+    assert all(line.isprintable() for line in out.splitlines())
+    assert r"\x1b[2J" in out
+
+
 def test_files_that_cannot_be_used_are_refused(
     run: Console, trace_file: Path, tmp_path: Path, model: str
 ) -> None:

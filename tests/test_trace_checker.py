@@ -18,7 +18,9 @@ from strata_nb.backend import HostBackend
 from strata_nb.cache.plan import Holdings
 from strata_nb.errors import DeviceLost, DriverError, FileFormatError
 from strata_nb.host import HostDriver, parse_host_devices
-from strata_nb.trace_checker import MOST_SHOWN, TITLES, Violation, check_trace
+from strata_nb.trace_checker import MOST_SHOWN, TITLES, Checker, Violation, check_trace
+from strata_nb.trace_memory import Memory
+from strata_nb.trace_page import trace_page
 from strata_nb.trace_reader import CALLS, EVENTS, read_trace
 from strata_nb.tracing import Recorder, RecordingDriver
 from strata_nb.vmm import ChunkPool
@@ -602,6 +604,14 @@ def test_unknown_events_and_fields_are_passed_over(good: Lines, tmp_path: Path) 
     good.insert(5, {"t_us": 3, "kind": "change", "request": "grow_kv", "device": 7})
     find(good, "map")["colour"] = "blue"
     assert check(tmp_path, good) == []
+    # Neither is a method of the checker a kind of line.
+    for name in [*vars(Checker), *vars(Memory)]:
+        kind = name.removeprefix("_check").removeprefix("_")
+        if kind not in CALLS | EVENTS:
+            good.insert(5, {"t_us": 3, "kind": kind, "handle": [], "address": []})
+            good.insert(5, {"t_us": 3, "kind": kind, "handle": [], "outcome": "DeviceLost"})
+    assert check(tmp_path, good) == []
+    trace_page(read_trace(tmp_path / "trace.jsonl"), "name")
 
 
 def edit(lines: Lines, nth: int, **changes: object) -> None:
@@ -622,6 +632,10 @@ def edit(lines: Lines, nth: int, **changes: object) -> None:
         (lambda lines: lines[3].pop("t_us"), "line 4 has no t_us"),
         (lambda lines: lines.append(dict(lines[-2])), "is the end, and there are more"),
         (lambda lines: lines.insert(3, []), "line 4 is no JSON object"),
+        (lambda lines: edit(lines, 0, device="\ud800"), "line 1 is not JSON"),
+        (lambda lines: find(lines, "map").pop("outcome"), "map, a call without an outcome"),
+        (lambda lines: find(lines, "account").update(outcome="ok"), "an event with an outcome"),
+        (lambda lines: find(lines, "map").update(outcome=["ok"]), "map with outcome ['ok']"),
     ],
 )
 def test_a_file_that_is_no_whole_trace_is_refused(
@@ -634,16 +648,17 @@ def test_a_file_that_is_no_whole_trace_is_refused(
 
 def test_lines_that_are_missing_are_noticed(good: Lines, tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", good)
-    content = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join(content[:4] + content[5:]))
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join(lines[:4] + lines[5:]))
     with pytest.raises(FileFormatError, match=rf"{len(good) - 1} lines, there were {len(good)}"):
         read_trace(path)
     path.write_bytes(b"")
     with pytest.raises(FileFormatError, match="no first line"):
         read_trace(path)
-    path.write_bytes(b"{\xff\n")
-    with pytest.raises(FileFormatError, match="line 1 is not JSON"):
-        read_trace(path)
+    for content in (b"{\xff\n", b"[" * 100_000 + b"\n", b'{"a":' + b"9" * 5000 + b"}\n"):
+        path.write_bytes(content)
+        with pytest.raises(FileFormatError, match="line 1 is not JSON"):
+            read_trace(path)
 
 
 def test_every_kind_of_line_is_described() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from strata_nb.commands.arguments import Arguments
 from strata_nb.commands.output_files import output_file
-from strata_nb.commands.terminal import note
+from strata_nb.commands.terminal import note, one_line
 from strata_nb.errors import ConfigError
 from strata_nb.models.description import bytes_text
 from strata_nb.trace_checker import MOST_SHOWN, TITLES, Violation, check_trace
@@ -32,7 +32,8 @@ def run(arguments: Arguments) -> int:
             f"{name}: {error.strerror}", hint="check the name and the permissions"
         ) from error
     violations = check_trace(trace)
-    print("\n".join([*trace_lines(trace), *verdict_lines(trace, violations)]))
+    lines = [*trace_lines(trace), *verdict_lines(trace, violations)]
+    print("\n".join(map(one_line, lines)))
     if page is not None:
         with whole_file(page) as stream:
             stream.write(trace_page(trace, Path(name).name).encode())

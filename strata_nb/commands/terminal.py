@@ -30,6 +30,11 @@ def dimmed(text: str) -> str:
     return text if plain or not text else f"\x1b[2m{text}\x1b[0m"
 
 
+def one_line(text: str) -> str:
+    """Write what would move the cursor, which a file may hold, as an escape."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 @contextmanager
 def progress_bar(label: str, *, unit: str, least: int = 0) -> Iterator[Progress | None]:
     """Give a progress callback that draws a bar, or None where stderr is not a terminal.
