@@ -112,6 +112,23 @@ def test_whole_lines_go_above_the_panel_and_the_last_one_is_written_at_the_end(t
     assert re.search(r"K/V 0 of \d+ cells", text)
 
 
+@pytest.mark.parametrize(("width", "height"), [(20, 5), (5, 20), (8, 3)])
+def test_nothing_of_the_panel_is_left_on_a_terminal_that_is_too_small_for_it(
+    tiny: Path, width: int, height: int
+) -> None:
+    out = io.StringIO()
+    with Engine.open(Options(tiny, device=DEVICE, ctx_size=512)) as engine:
+        console = Console(file=out, force_terminal=True, no_color=True, width=width, height=height)
+        with Watch(engine, console) as watch:
+            watch.write("One\n")
+    below = 0  # lines of the screen that the cursor has below its first
+    for piece in re.findall(r"\n|\x1b\[1A", out.getvalue()):
+        below += 1 if piece == "\n" else -1
+    assert below == 1  # "One": each line that was drawn was gone back over, and fits the screen
+    frames = re.split(r"(?:\x1b\[1A\x1b\[2K)+", out.getvalue())
+    assert max(frame.count("\n") for frame in frames) <= height
+
+
 def test_it_is_refused_where_there_is_no_terminal(run: CommandLine, tiny: Path) -> None:
     status, out, err = run("generate", "-m", str(tiny), "--device", DEVICE, "--watch", "ab")
     assert (status, out) == (2, "")

@@ -99,6 +99,9 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # The live display ends with a frame that is not cut to the terminal, and of one that is
+        # larger only the part on the screen could be erased: end with an empty one.
+        self._live.update("", refresh=True)
         self._live.stop()
         if self._line:
             self._console.out(self._line, end="", highlight=False)
