@@ -111,6 +111,8 @@ def test_swaps_can_be_changed(run: Console, routes: str) -> None:
         (["speed", "ROUTES"], "do not fit `strata_nb bench`"),
         (["policy", "--budgets=10,x", "ROUTES"], "--budgets 10,x"),
         (["policy", "--budgets=101", "ROUTES"], "--budgets 101"),
+        (["policy", "--budgets=", "ROUTES"], "--budgets : not shares"),
+        (["policy", "--budgets=\u0663", "ROUTES"], "--budgets \u0663"),
         (["policy", "--experts=9", "ROUTES"], "--experts 9: ROUTES names 16"),
         (["policy", "--experts=40000", "ROUTES"], "--experts 40000"),
         (["policy", "--adapt-decay=2", "ROUTES"], "--adapt-decay 2.0"),
@@ -118,7 +120,8 @@ def test_swaps_can_be_changed(run: Console, routes: str) -> None:
         (["policy", "--learn=a.npy", "--expert-profile=b", "ROUTES"], "both given"),
         (["policy", "--learn=SMALL", "ROUTES"], "--learn SMALL: (layers, top-k) (1, 2)"),
         (["policy", "SHORT"], "one token"),
-        (["policy", "TEXT"], "no numpy array"),
+        (["policy", "TEXT"], "no numpy array: the magic string is not correct"),
+        (["policy", "LARGE"], "no numpy array: mmap length is greater than file size"),
         (["policy", "FLOATS"], "float64 (2, 3), a routing trace is int16"),
         (["policy", "EMPTY"], "a routing trace of no choices: (0, 2, 3)"),
         (["policy", "TWICE"], "token 1, layer 0: experts [2, 2]"),
@@ -136,8 +139,14 @@ def test_what_cannot_be_replayed_is_refused(
         "TWICE": np.array([[[0, 1], [1, 2]], [[2, 2], [0, 1]]], np.int16),
         "NEGATIVE": np.array([[[0, 1], [-1, 2]]], np.int16),
     }
-    names = {"ROUTES": routes, "TEXT": str(tmp_path / "TEXT.npy")}
+    names = {
+        "ROUTES": routes,
+        **{name: str(tmp_path / f"{name}.npy") for name in ("TEXT", "LARGE")},
+    }
     Path(names["TEXT"]).write_text("no array")
+    with open(names["LARGE"], "wb") as file:  # a header alone, of more than any memory holds
+        header = {"descr": "<i2", "fortran_order": False, "shape": (1 << 47, 3, 2)}
+        np.lib.format.write_array_header_1_0(file, header)
     for name, array in files.items():
         names[name] = str(tmp_path / f"{name}.npy")
         np.save(names[name], array)

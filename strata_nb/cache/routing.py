@@ -54,12 +54,14 @@ class RoutingTrace:
 def load_trace(path: str | os.PathLike[str]) -> npt.NDArray[np.int16]:
     """Read a trace: int16 (tokens, layers, top_k). Raises FileFormatError and OSError."""
     try:
-        trace = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        # Mapped, the file must hold what it promises: no memory is asked for on its word.
+        mapped = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, OverflowError) as error:
         raise FileFormatError(path, 0, f"no numpy array: {error}") from None
-    if not isinstance(trace, np.ndarray) or trace.dtype != np.int16 or trace.ndim != 3:
-        found = f"{trace.dtype} {trace.shape}" if isinstance(trace, np.ndarray) else "an archive"
+    if mapped.dtype != np.int16 or mapped.ndim != 3:
+        found = f"{mapped.dtype} {mapped.shape}"
         raise FileFormatError(path, 0, f"{found}, a routing trace is int16 (tokens, layers, top-k)")
+    trace = np.array(mapped)
     if not trace.size:
         raise FileFormatError(path, 0, f"a routing trace of no choices: {trace.shape}")
     order = np.sort(trace, axis=2)

@@ -44,7 +44,7 @@ class Line(NamedTuple):
 
 def run(arguments: Arguments) -> int:
     """Run the command; returns 0."""
-    budgets = _budgets(arguments.text("--budgets") or BUDGETS)
+    budgets = _budgets(arguments.text("--budgets"))
     slot_bytes = arguments.size_bytes("--slot-bytes")
     makers = policies(arguments)
     worst: list[tuple[float, str]] = []
@@ -159,9 +159,11 @@ def _experts(path: str, trace: Trace, learned: Trace | None, given: int | None) 
     return named if given is None else given
 
 
-def _budgets(text: str) -> list[float]:
+def _budgets(given: str | None) -> list[float]:
+    text = BUDGETS if given is None else given
     parts = text.split(",")
-    if not all(re.fullmatch(r"\d{1,3}(\.\d{1,6})?", part) and float(part) <= 100 for part in parts):
+    number = r"[0-9]{1,3}(\.[0-9]{1,6})?"
+    if not all(re.fullmatch(number, part) and float(part) <= 100 for part in parts):
         raise ConfigError(
             f"--budgets {text}: not shares of all experts in percent",
             hint="give --budgets 10,25,50",
