@@ -148,6 +148,7 @@ def test_a_file_cannot_be_two_things_but_a_profile_may_be_gone_on_with(
     for pair in (
         ["--expert-profile-save", one, "--routing-trace", one],
         ["--stats-json", one, "--expert-profile", one],
+        ["--trace", one, "--control", one],
     ):
         status, _, err = run(*flags, *pair)
         assert status == 2

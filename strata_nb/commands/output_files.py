@@ -24,6 +24,7 @@ OUTPUT_FLAGS = (
     "--routing-trace",
     "--trace",
     "--html",
+    "--control",
 )
 # The profile that a run began with may be the one that it leaves behind.
 _MAY_BE_SAME = {"--expert-profile-save": "--expert-profile"}
