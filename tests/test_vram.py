@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -246,6 +246,30 @@ def test_a_socket_of_a_dead_process_is_replaced_and_nothing_else(tmp_path: Path)
         ControlSocket(str(tmp_path / ("x" * 200)))
     with pytest.raises(ConfigError, match="No such file"):
         ControlSocket(str(tmp_path / "none" / "x"))
+
+
+def test_a_socket_whose_owner_is_busy_is_not_waited_for(tmp_path: Path) -> None:
+    path = str(tmp_path / "control")
+    with socket.socket(socket.AF_UNIX) as busy, ExitStack() as waiting:
+        busy.bind(path)
+        busy.listen(0)
+        for _ in range(3):  # until the queue of those who want to connect is full
+            one = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            one.setblocking(False)
+            one.connect_ex(path)
+        with pytest.raises(ConfigError, match="Address already in use"):
+            ControlSocket(path)
+
+
+def test_a_socket_that_another_process_made_in_the_place_of_ours_stays(tmp_path: Path) -> None:
+    path = str(tmp_path / "control")
+    ours = ControlSocket(path)
+    os.unlink(path)
+    with closing(ControlSocket(path)):
+        ours.close()
+        with client(path):
+            pass
+    assert not os.path.exists(path)
 
 
 def client(path: str) -> socket.socket:

@@ -65,6 +65,7 @@ class ControlSocket:
             os.fchmod(self._listener.fileno(), 0o600)  # before bind: nobody gets in between
             _remove_stale(self._path)
             self._listener.bind(path)
+            self._made = os.stat(path)
             self._listener.listen(MAX_CONNECTIONS)
         except (OSError, ValueError) as error:
             self._listener.close()
@@ -90,9 +91,11 @@ class ControlSocket:
             ended.close()
 
     def close(self) -> None:
-        """Remove the socket."""
+        """Remove the socket; one that another process has made in its place stays."""
         self._listener.close()
-        self._path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self._made, os.lstat(self._path)):
+                self._path.unlink()
 
     def _serve(self, engine: Engine, ended: socket.socket) -> None:
         buffers: dict[socket.socket, bytes] = {}
@@ -151,5 +154,6 @@ def _remove_stale(path: Path) -> None:
     if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # who listens and is busy need not answer
         if probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED:
             path.unlink()
