@@ -36,19 +36,30 @@ def unfinished_name(path: Path) -> Path:
 
 
 @contextmanager
+def _named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Add the file to an error of writing, which names none: a disk is full, and which?"""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+@contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Give a stream to write; what it holds becomes the file when the block ends without an error.
 
     Where the block or the system fails, an old file stays and the temporary one is removed.
     """
     if is_stream(path):
-        with open(path, "ab") as stream:
+        with _named(path), open(path, "ab") as stream:
             yield stream
         return
     target = Path(path).resolve()
     unfinished = unfinished_name(target)
     try:
-        with open(unfinished, "xb") as stream:
+        with _named(path), open(unfinished, "xb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())  # else a crash may leave the new name with no content

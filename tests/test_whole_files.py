@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -90,3 +91,18 @@ def test_what_was_written_to_stdout_before_stays(tmp_path: Path, piped: bool) ->
             subprocess.run(command, check=True, stdout=file)
         out = (tmp_path / "out").read_bytes()
     assert out == b"first\nsecond"
+
+
+@pytest.mark.parametrize("name", ["/dev/full", "full"])
+def test_an_error_of_writing_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def no_space(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    path = tmp_path / name  # an absolute name stays what it is
+    with pytest.raises(OSError, match="No space left") as got, whole_file(path) as stream:
+        stream.write(b"x")
+    assert got.value.filename == str(path)
+    assert list(tmp_path.iterdir()) == []
