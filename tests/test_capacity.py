@@ -144,7 +144,9 @@ def test_the_hint_of_a_refusal_works() -> None:
     assert error.value.hint == "give --expert-cache auto"
     with pytest.raises(ConfigError) as error:
         divide(needs(), 3 * UNIT, UNIT)
-    assert error.value.hint == "a device of 1 MiB or more, or a smaller file"
+    assert error.value.hint == (
+        "a device of 1 MiB or more, a smaller --ctx-size, or a smaller file"
+    )
     with pytest.raises(ConfigError) as error:
         divide(needs(reserve_bytes=60 << 20), 64 << 20, 64 << 20)
     assert "smaller chunks" in error.value.hint

@@ -172,7 +172,8 @@ def _does_not_fit(
         most = (free_bytes - needed + needs.reserve_bytes) >> 20
         hint = f"give --vram-reserve-mib {most} or less"
     else:
-        hint = f"a device of {-(-needed // (1 << 20)):,} MiB or more, or a smaller file"
+        mib = -(-needed // (1 << 20))
+        hint = f"a device of {mib:,} MiB or more, a smaller --ctx-size, or a smaller file"
     return ConfigError(
         "\n".join(
             [
