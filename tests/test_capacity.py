@@ -142,6 +142,15 @@ def test_the_hint_of_a_refusal_works() -> None:
     with pytest.raises(ConfigError) as error:
         divide(needs(slots_wanted=12, kv_cells=64), 36 * UNIT, UNIT)
     assert error.value.hint == "give --expert-cache auto"
+    hinted = 0
+    for units in range(29, 60):
+        try:
+            divide(needs(slots_wanted=12), units * UNIT, UNIT)
+        except ConfigError as refusal:
+            if "--expert-cache auto" in refusal.hint:
+                hinted += 1
+                assert divide(needs(), units * UNIT, UNIT).slots >= 3
+    assert hinted
     with pytest.raises(ConfigError) as error:
         divide(needs(), 3 * UNIT, UNIT)
     assert error.value.hint == (

@@ -160,13 +160,15 @@ def _does_not_fit(
     rest = free_bytes - (needed - kv * chunk_bytes)
     blocks = rest // chunk_bytes * chunk_bytes // needs.kv.block_bytes
     unrounded = needs.dense_bytes + needs.reserve_bytes + needs.kv.bytes_for(needs.kv_cells)
+    floor = arena
     if needs.slots is not None:
         unrounded += needs.slots.bytes_of(slots)
+        floor = -(-needs.slots.bytes_of(needs.slots.layers) // chunk_bytes)
     if unrounded <= free_bytes:
         hint = f"give smaller chunks: these have {chunk_bytes:,} bytes, of which a part stays empty"
     elif blocks > 0:
         hint = f"give --ctx-size {blocks * BLOCK_CELLS} or less"
-    elif needs.slots_wanted is not None and needed - arena * chunk_bytes < free_bytes:
+    elif floor < arena and needed - (arena - floor) * chunk_bytes <= free_bytes:
         hint = "give --expert-cache auto"
     elif needs.reserve_bytes and needed - needs.reserve_bytes <= free_bytes:
         most = (free_bytes - needed + needs.reserve_bytes) >> 20
