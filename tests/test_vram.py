@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from make_model import make_model
 
 from strata_nb import Engine, Options, Sampling
 from strata_nb.commands.control import ControlSocket, answer
+from strata_nb.engine import Report
 from strata_nb.errors import ConfigError, DriverError
 
 GREEDY = Sampling(temperature=0)
@@ -201,6 +203,19 @@ def test_lines_are_answered_in_the_words_that_programs_know(engine: Engine) -> N
     assert answer(engine, "VRAM 1 2") == "ERR VRAM: '1 2' is not a number of MiB"
     assert answer(engine, "").startswith("ERR ''")
     assert answer(engine, "vram \u0001").startswith("ERR 'vram': not understood")
+
+
+def test_a_status_is_of_one_moment(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, moments = engine.describe(), count()
+
+    def at_a_moment() -> Report:
+        slots = next(moments)
+        devices = tuple(device._replace(slots=slots) for device in report.devices)
+        return replace(report, slots=slots, devices=devices)
+
+    monkeypatch.setattr(engine, "describe", at_a_moment)
+    status = json.loads(answer(engine, "STATUS"))
+    assert status["devices"][0]["slots"] == status["slots"]
 
 
 def test_a_socket_answers_several_clients_and_goes_away(engine: Engine, tmp_path: Path) -> None:

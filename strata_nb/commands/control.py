@@ -37,9 +37,9 @@ def answer(engine: Engine, line: str) -> str:
         if word == "VRAM":
             return _change_reserve(engine, rest.strip())
         if word == "STATUS" and not rest:
-            report = asdict(engine.describe())
-            report["devices"] = [device._asdict() for device in engine.describe().devices]
-            return json.dumps(report)
+            report = engine.describe()
+            devices = [device._asdict() for device in report.devices]
+            return json.dumps({**asdict(report), "devices": devices})
     except StrataError as error:
         return f"ERR {word}: {' '.join(error.message.split())}"
     return f"ERR {word[:20]!a}: not understood; write VRAM [MIB] or STATUS"
