@@ -33,7 +33,7 @@ def run(arguments: Arguments) -> int:
         ) from error
     violations = check_trace(trace)
     lines = [*trace_lines(trace), *verdict_lines(trace, violations)]
-    print("\n".join(map(one_line, lines)))
+    print("\n".join(map(one_line, lines)), flush=True)  # before what stderr says of the page
     if page is not None:
         with whole_file(page) as stream:
             stream.write(trace_page(trace, Path(name).name).encode())
