@@ -11,10 +11,10 @@ weights are the least squares over what was seen, where the distant past fades; 
 seen they are 0, 1/2 and 1/2. The chance is the share of the next 4 tokens, not of one: where a text
 alternates, who was just used is not used by the next token, but by the one behind it.
 
-Rejected: fixed weights, which lose up to ten points of hits to LRU or to a static profile on one
-trace or another; a table over classes of age and rate, which forgets differences within a class;
-a chance of the next token alone, nine points below LRU where a text alternates; and one of the next
-16 tokens, a point below LRU where recency is all.
+Rejected: fixed weights, which lose to LRU or to a static profile on one trace or another; a table
+over classes of age and rate, which forgets differences within a class; a chance of the next token
+alone, which falls behind LRU where a text alternates; and one of the next 16 tokens, which falls
+behind it where recency is all.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ token, some drafted ones or a prompt batch; whatever it is, time is counted in t
               leaves
     swap      who was used often though it has no slot   every N windows  an expert a swap
 
-A miss crosses the link once, to be computed with, and is written to a slot as it passes: a policy
-that chooses among the misses of the window that just ended moves no byte twice. A swap fetches what
-has passed before.
+The last column counts as if a miss that crosses the link to be computed with were written to its
+slot as it passes, so that only a swap fetches what has passed before. On host devices, which have no
+link, `Residency` copies whoever comes once more, between steps.
 
 Two rules hold for all: an expert that the window used never leaves, and no layer falls below its
 floor because experts of others are hotter. Layers whose experts differ in size cannot trade slots:
