@@ -212,7 +212,7 @@ class DeviceModel:
             for rank, pair in enumerate(order, start=1):
                 self.arena.prior[pair] = 1 - rank / (len(order) + 1)
             self.arena.fill(order)
-        self._residency = Residency(self.arena, ranks, policy_maker(options))
+        self._residency = Residency(self.arena, ranks, policy_maker(options), say=say)
 
     def _emit(
         self,
