@@ -295,8 +295,8 @@ def text(model: DeviceModel, tokens: int, *, moving: bool) -> Floats:
         if moving and step % 40 == 20:
             plan = model.ledger.plan
             some = (model.ledger.holdings().experts - plan.floor_chunks) * plan.chunk_bytes // 2
-            change = model.set_reserve((64 << 10) + some if step % 80 == 20 else None)
-            assert not change.error
+            done = model.set_reserve((64 << 10) + some if step % 80 == 20 else None)
+            assert not done.change.error
             model.ledger.check_integrity()
         if step == tokens // 2:
             model.rewind(first, 40)

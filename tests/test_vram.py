@@ -177,6 +177,24 @@ def test_a_request_waits_for_the_step_and_not_for_the_answer(
     assert ids == expected
 
 
+def test_an_answer_has_the_numbers_of_its_own_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(engine, 5)
+    alone = engine.set_vram_reserve(5)
+    model = engine._device()
+    set_reserve = model.set_reserve
+
+    def and_another_at_once(reserve_bytes: int | None) -> object:
+        done = set_reserve(reserve_bytes)
+        set_reserve(3 << 20)
+        return done
+
+    monkeypatch.setattr(model, "set_reserve", and_another_at_once)
+    assert engine.set_vram_reserve(5) == alone
+    assert free_bytes(engine) >> 20 < alone.vram_free_mib
+
+
 # The socket.
 
 
