@@ -67,6 +67,14 @@ class _Sizes(NamedTuple):
     rope_bytes: int
 
 
+class Reserved(NamedTuple):
+    """Answer a request to leave memory free: the change, the reserve, and what there is then."""
+
+    change: Change
+    reserve_bytes: int
+    device: DeviceReport
+
+
 class DeviceModel:
     """Run steps of a model on a backend's device; `steps.StepModel` says what each method does.
 
@@ -212,7 +220,7 @@ class DeviceModel:
             for rank, pair in enumerate(order, start=1):
                 self.arena.prior[pair] = 1 - rank / (len(order) + 1)
             self.arena.fill(order)
-        self._residency = Residency(self.arena, ranks, policy_maker(options))
+        self._residency = Residency(self.arena, ranks, policy_maker(options), say=say)
 
     def _emit(
         self,
@@ -433,19 +441,24 @@ class DeviceModel:
             self._opened()
             return self.ledger.look()
 
-    def set_reserve(self, reserve_bytes: int | None) -> Change:
-        """Leave so much of the device free for others; None: as much as at the start."""
+    def set_reserve(self, reserve_bytes: int | None) -> Reserved:
+        """Leave so much of the device free for others; None: as much as at the start.
+
+        The answer is of the moment when that was done, whatever others ask for at the same time.
+        """
         with self._turn:
             self._settle()
             if reserve_bytes is None:
                 reserve_bytes = self.ledger.plan.needs.reserve_bytes
-            if self._elastic is None:
-                return self.ledger.set_reserve(reserve_bytes)
-            self._elastic.flush()
+            if self._elastic is not None:
+                self._elastic.flush()
             try:
-                return self.ledger.set_reserve(reserve_bytes)
+                change = self.ledger.set_reserve(reserve_bytes)
             finally:
-                self._elastic.reconsider()
+                if self._elastic is not None:
+                    self._elastic.reconsider()
+            (device,) = self._report().devices
+            return Reserved(change, self.ledger.reserve_bytes, device)
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""

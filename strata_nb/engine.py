@@ -298,12 +298,10 @@ class Engine:
             raise ConfigError(
                 f"a reserve of {mib} MiB: not usable", hint="0 or more, None: as at the start"
             )
-        self._on_device.set_reserve(None if mib is None else mib << 20)
-        ledger = self._on_device.ledger
-        (device,) = self._model.report().devices
-        plan = ledger.plan
+        done = self._on_device.set_reserve(None if mib is None else mib << 20)
+        device, plan = done.device, self._on_device.ledger.plan
         return VramReport(
-            reserve_mib=ledger.reserve_bytes >> 20,
+            reserve_mib=done.reserve_bytes >> 20,
             expert_slots=device.slots,
             expert_slots_full=plan.most_slots,
             expert_cache_mib=device.bytes_by_owner["experts"] >> 20,

@@ -74,6 +74,18 @@ EVENTS: dict[str, tuple[str, ...]] = {
         "stuck",
         "error",
     ),
+    "change": (
+        "device",
+        "request",
+        "before",
+        "after",
+        "slots_before",
+        "slots",
+        "resident",
+        "moved",
+        "filled",
+        "error",
+    ),
     "fill": ("layer", "expert", "slot", "address", "size"),
     "move": ("layer", "expert", "slot", "address", "size"),
     "evict": ("layer", "expert", "slot", "address", "size"),
@@ -90,7 +102,9 @@ EVENTS: dict[str, tuple[str, ...]] = {
     ),
     "end": ("lines",),
 }
-_TEXTS = {"owner", "state", "error"}
+_TEXTS = {"owner", "state", "request", "error"}
+_HOLDINGS = {"before", "after"}
+_OWNERS = ("experts", "kv", "loan", "spare")  # each with a number of chunks
 _OK = "ok"
 
 
@@ -251,6 +265,8 @@ def _is_whole(value: object) -> TypeGuard[int]:
 def _fits(name: str, value: object, kind: str) -> bool:
     if name in _TEXTS:
         return isinstance(value, str)
+    if name in _HOLDINGS:
+        return isinstance(value, dict) and all(_is_whole(value.get(owner)) for owner in _OWNERS)
     if name == "devices":
         return isinstance(value, list) and all(map(_is_whole, value))
     return _is_whole(value) or (value is None and (kind, name) == ("block", "device"))

@@ -18,8 +18,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
@@ -48,7 +48,8 @@ class _Place(NamedTuple):
 class Recorder:
     """Write the lines of one trace; several threads may.
 
-    say   called with one line when the file cannot be written any more, where the trace then ends
+    say   called with one line when the file cannot be written any more, where the trace then ends;
+          outside the lock, so that it may announce events itself
 
     No method but the making of one raises for the file: a run never ends because of its trace.
     """
@@ -60,6 +61,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._started_ns = time.perf_counter_ns()
         self._lines = 0
+        self._last_words = ""  # why the trace ended early, until it is said
         self._threads: dict[int, int] = {}  # a thread's own number -> 0, 1, ... as they appear
         self._places: dict[int, _Place] = {}
         self._device_of_handle: dict[int, int] = {}
@@ -85,15 +87,16 @@ class Recorder:
                     "charged_bytes": driver.granularity(index, driver.chunk_granularity),
                 }
             )
-        self._write(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                "device": device,
-                "devices": devices,
-            }
-        )
+        with self._writing():
+            self._write(
+                {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                    "device": device,
+                    "devices": devices,
+                }
+            )
 
     def announce(self, event: Event) -> None:
         """Write an event: a mapping with a "kind", or a dataclass whose name is the kind."""
@@ -104,7 +107,7 @@ class Recorder:
         else:
             raise AssertionError(f"{event!r} is no event")
         kind = line.pop("kind")
-        with self._lock:
+        with self._writing():
             if kind in ("range", "block"):
                 place = _Place(line["address"], line["size"], line["device"], line["owner"])
                 self._places[place.address] = place
@@ -115,18 +118,27 @@ class Recorder:
     ) -> None:
         """Write a driver operation that began then and has just ended."""
         took_us = (time.perf_counter_ns() - began_ns) // 1000
-        with self._lock:
+        with self._writing():
             line = {"kind": kind, **fields, **self._whose(kind, fields, answer)}
             number = self._threads.setdefault(threading.get_ident(), len(self._threads))
             self._append({**line, **answer, "us": took_us, "thread": number}, began_ns)
 
     def close(self) -> None:
         """Write the last line; may be called twice."""
-        with self._lock:
+        with self._writing():
             self._append({"kind": "end", "lines": self._lines + 1}, time.perf_counter_ns())
             file, self._file = self._file, None
             if file is not None:
                 file.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the lock for the block; what is to be said is said after it."""
+        with self._lock:
+            yield
+            words, self._last_words = self._last_words, ""
+        if words:
+            self._say(words)
 
     def _whose(
         self, kind: str, fields: Mapping[str, Any], answer: Mapping[str, Any]
@@ -164,7 +176,7 @@ class Recorder:
             file, self._file = self._file, None
             with suppress(OSError):  # what is buffered cannot be written either
                 file.close()
-            self._say(
+            self._last_words = (
                 f"warning: the trace {self._path} ends behind line {self._lines:,}: "
                 f"{error.strerror or error}"
             )

@@ -143,8 +143,8 @@ def interrupted_step(model: DeviceModel) -> None:
 def failed_fill(model: DeviceModel) -> None:
     faults = model._backend.driver.faults  # type: ignore[attr-defined]
     faults.plan("copy_async", 2)
-    with pytest.raises(DriverError):
-        read(model, model.open_sequence(), IDS)
+    read(model, model.open_sequence(), IDS)
+    assert faults.calls["copy_async"] >= 2
     faults.lift()
 
 

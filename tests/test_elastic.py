@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +159,50 @@ def test_a_failed_growth_ahead_is_not_tried_at_every_token(grown: Grown) -> None
     assert grown.blocks >= 3
 
 
+def test_what_fails_ahead_of_its_need_is_one_line_until_it_goes_well(grown: Grown) -> None:
+    faults = grown.world.driver.faults
+    grown.write(64)
+    faults.plan("map", forever=True)
+    for _ in range(3):
+        grown.elastic.reconsider()
+        grown.elastic.before_step({grown.sequence: 1})
+    faults.lift()
+    (line,) = grown.said
+    assert line.startswith("the K/V could not grow ahead: map")
+    faults.plan("mem_info", forever=True)
+    for _ in range(3):
+        grown.elastic.reconsider()
+        grown.elastic.when_idle()
+    faults.lift()
+    assert grown.said[1].startswith("chunks for the K/V could not be prepared: mem_info")
+    assert len(grown.said) == 2
+    grown.elastic.reconsider()
+    grown.write(1)
+    faults.plan("mem_info", forever=True)
+    grown.elastic.reconsider()
+    grown.elastic.when_idle()
+    faults.lift()
+    assert len(grown.said) == 3
+
+
+def test_a_growth_that_ctrl_c_came_into_is_said(grown: Grown) -> None:
+    grown.write(64)
+    synchronize = grown.world.driver.synchronize
+
+    def interrupted(device: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        synchronize(device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grown.world.driver, "synchronize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            grown.elastic.before_step({grown.sequence: 1})
+    assert grown.blocks == 3
+    grown.elastic.flush()
+    (line,) = grown.said
+    assert line.startswith("K/V grown to 192 cells")
+
+
 def test_it_is_cut_before_a_prompt_when_two_steps_are_idle(grown: Grown) -> None:
     for _ in range(3):
         grown.write(64)
@@ -249,8 +295,8 @@ def text(model: DeviceModel, tokens: int, *, moving: bool) -> Floats:
         if moving and step % 40 == 20:
             plan = model.ledger.plan
             some = (model.ledger.holdings().experts - plan.floor_chunks) * plan.chunk_bytes // 2
-            change = model.set_reserve((64 << 10) + some if step % 80 == 20 else None)
-            assert not change.error
+            done = model.set_reserve((64 << 10) + some if step % 80 == 20 else None)
+            assert not done.change.error
             model.ledger.check_integrity()
         if step == tokens // 2:
             model.rewind(first, 40)

@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -496,10 +496,9 @@ def test_whatever_call_fails_requests_leave_tables_and_accounts_right(
     assert nth > 1 or undoing_fails
 
 
-@pytest.mark.parametrize("operation", ["synchronize", "unmap", "map", "set_access"])
-def test_an_interrupt_comes_when_a_change_is_whole(world: World, operation: str) -> None:
-    ledger = ledger_of(world)
-    warm(ledger)
+@contextmanager
+def interrupted_at(world: World, operation: str) -> Iterator[None]:
+    """Let Ctrl-C come at every call of an operation."""
     call = getattr(world.driver, operation)
 
     def interrupted(*arguments: object) -> object:
@@ -507,12 +506,45 @@ def test_an_interrupt_comes_when_a_change_is_whole(world: World, operation: str)
         return call(*arguments)
 
     setattr(world.driver, operation, interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    try:
+        yield
+    finally:
+        setattr(world.driver, operation, call)
+
+
+@pytest.mark.parametrize("operation", ["synchronize", "unmap", "map", "set_access"])
+def test_an_interrupt_comes_when_a_change_is_whole(world: World, operation: str) -> None:
+    ledger = ledger_of(world)
+    warm(ledger)
+    with interrupted_at(world, operation), pytest.raises(KeyboardInterrupt):
         ledger.grow_kv(3, 3)
-    setattr(world.driver, operation, call)
     assert ledger.kv.usable_blocks == 3
     world.check()
     ledger.trim_kv(2)
+
+
+def test_a_change_that_ctrl_c_came_into_is_announced_as_done(world: World) -> None:
+    ledger = ledger_of(world)
+    warm(ledger)
+    heard: list[Change] = []
+    ledger.announce = heard.append
+    with interrupted_at(world, "synchronize"), pytest.raises(KeyboardInterrupt):
+        ledger.grow_kv(3, 3)
+    assert [(change.after.kv, change.error) for change in heard] == [(ledger.holdings().kv, "")]
+    assert ledger.kv.usable_blocks == 3
+
+
+def test_a_reserve_that_ctrl_c_came_into_is_the_earlier_one(world: World) -> None:
+    ledger = ledger_of(world)
+    warm(ledger)
+    earlier = ledger.reserve_bytes
+    with interrupted_at(world, "mem_info"), pytest.raises(KeyboardInterrupt):
+        ledger.set_reserve(6 * UNIT)
+    assert ledger.reserve_bytes == earlier
+    world.check()
+    ledger.set_reserve(6 * UNIT)
+    assert free_bytes(world) >= 6 * UNIT
+    ledger.set_reserve(earlier)
 
 
 def test_every_request_is_announced_once_with_what_it_did(world: World) -> None:

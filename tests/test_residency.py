@@ -13,7 +13,7 @@ from cache_world import BLOBS, EXPERTS, World, overwrite
 from strata_nb.cache.experts import Tier
 from strata_nb.cache.policy import Counts, Insertion, Mask, Moves, Ranks, static
 from strata_nb.cache.residency import Residency
-from strata_nb.errors import DriverError
+from strata_nb.errors import DeviceLost
 
 LAYERS = len(BLOBS)
 NO_RANKS: Ranks = np.full((LAYERS, EXPERTS), -1, np.int32)
@@ -52,7 +52,7 @@ def residency_of(world: World, ranks: Ranks = NO_RANKS) -> tuple[Residency, list
         made.append(Told(ranks))
         return made[-1]
 
-    return Residency(world.ledger.experts, ranks, make), made
+    return Residency(world.ledger.experts, ranks, make, say=world.said.append), made
 
 
 def test_a_policy_knows_the_layers_of_its_size_and_nothing_else(world: World) -> None:
@@ -117,16 +117,54 @@ def test_a_copy_that_fails_leaves_slots_free_that_the_next_step_fills(world: Wor
     arena.fill([(0, 0), (0, 1), (2, 0), (2, 1), (1, 0), (1, 1)])
     small.next = Moves([(0, 0)], [(1, 3)])
     world.driver.faults.plan("copy_async", 1)
-    with pytest.raises(DriverError):
-        residency.after(1)
+    residency.after(1)
     world.check()
     assert arena.resident == 5
     assert arena.has_free_slots
-    assert residency.inserted == 0
+    assert (residency.inserted, residency.inserted_bytes) == (0, 0)
     small.next = Moves([], [(1, 3)])
     residency.after(1)
     assert arena.resident == 6
     assert residency.inserted == 1
+
+
+def test_copies_that_fail_are_one_line_until_one_succeeds(world: World) -> None:
+    residency, (small, _) = residency_of(world)
+    for fails in (True, True, False, True):
+        world.driver.faults.plan(
+            "copy_async", forever=fails
+        ) if fails else world.driver.faults.lift()
+        small.next = Moves([], [(0, 0), (0, 1)])
+        if fails and residency.inserted:
+            small.next = Moves([(0, 0)], [(0, 2)])
+        residency.after(1)
+    world.driver.faults.lift()
+    assert residency.inserted == 2
+    assert len(world.said) == 2
+    for line in world.said:
+        assert line.startswith("experts are read in place, a copy to a slot failed: copy_async")
+
+
+def test_a_device_that_is_lost_while_experts_come_is_an_error() -> None:
+    world = World(slots=2 * LAYERS)
+    world.open()
+    residency, (small, _) = residency_of(world)
+    small.next = Moves([], [(0, 0)])
+    world.driver.faults.plan("stream_synchronize", lost=True)
+    with pytest.raises(DeviceLost):
+        residency.after(1)
+    world.driver.close()
+
+
+def test_only_experts_that_found_a_slot_are_counted(world: World) -> None:
+    residency, (small, _) = residency_of(world)
+    small.next = Moves([], [(0, number) for number in range(EXPERTS)] + [(1, 0)])
+    residency.after(1)
+    assert residency.inserted == 4
+    assert residency.inserted_bytes == 4 * BLOBS[0]
+    small.next = Moves([], [(0, 0), (1, 1)])
+    residency.after(1)
+    assert (residency.inserted, residency.inserted_bytes) == (4, 4 * BLOBS[0])
 
 
 def test_slots_are_counted_as_the_ledger_leaves_them(world: World) -> None:
@@ -148,7 +186,7 @@ def test_slots_are_counted_as_the_ledger_leaves_them(world: World) -> None:
 def test_policies_and_the_ledger_agree_whatever_happens(world: World, make: type) -> None:
     assert world.ledger is not None
     ledger, arena = world.ledger, world.ledger.experts
-    residency = Residency(arena, NO_RANKS, make)
+    residency = Residency(arena, NO_RANKS, make, say=world.said.append)
     rng = np.random.default_rng(0)
     for step in range(200):
         rows = int(rng.integers(1, 12))

@@ -601,7 +601,7 @@ def test_a_trace_that_was_cut_off_is_checked_as_far_as_it_goes(good: Lines, tmp_
 
 
 def test_unknown_events_and_fields_are_passed_over(good: Lines, tmp_path: Path) -> None:
-    good.insert(5, {"t_us": 3, "kind": "change", "request": "grow_kv", "device": 7})
+    good.insert(5, {"t_us": 3, "kind": "weather", "request": "grow_kv", "device": 7})
     find(good, "map")["colour"] = "blue"
     assert check(tmp_path, good) == []
     # Neither is a method of the checker a kind of line.
@@ -636,6 +636,11 @@ def edit(lines: Lines, nth: int, **changes: object) -> None:
         (lambda lines: find(lines, "map").pop("outcome"), "map, a call without an outcome"),
         (lambda lines: find(lines, "account").update(outcome="ok"), "an event with an outcome"),
         (lambda lines: find(lines, "map").update(outcome=["ok"]), "map with outcome ['ok']"),
+        (lambda lines: find(lines, "change").pop("request"), "change with request 'missing'"),
+        (lambda lines: find(lines, "change").update(moved="2"), "change with moved '2'"),
+        (lambda lines: find(lines, "change").update(after=[1, 2]), "change with after [1, 2]"),
+        (lambda lines: find(lines, "change")["before"].pop("kv"), "change with before {"),
+        (lambda lines: find(lines, "change").update(device=7), "device 7 of 2"),
     ],
 )
 def test_a_file_that_is_no_whole_trace_is_refused(

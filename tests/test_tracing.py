@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,30 @@ def test_a_full_disk_ends_the_trace_with_one_line_and_nothing_else(
     warnings = [line for line in said if "trace" in line]
     assert len(warnings) == 1
     assert "/dev/full ends behind line 0: No space left" in warnings[0]
+
+
+@pytest.mark.parametrize("first", ["begin", "announce", "call", "close"])
+def test_who_is_told_of_a_full_disk_may_announce_events(first: str) -> None:
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        recorder.announce({"kind": "sequence", "sequence": 0, "state": "open"})
+
+    recorder = Recorder("/dev/full", say=say)
+    host = HostDriver([HostDevice(4 * MIB, UNIT, UNIT)])
+    write = {
+        "begin": lambda: recorder.begin(DEVICE, host),
+        "announce": lambda: recorder.announce({"kind": "sequence"}),
+        "call": lambda: recorder.call("synchronize", {"device": 0}, 0, {"outcome": "ok"}),
+        "close": recorder.close,
+    }
+    thread = Thread(target=write[first], daemon=True)  # which a test can leave behind
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(said) == 1
+    host.close()
 
 
 def test_a_device_without_memory_of_its_own_is_not_recorded(tiny: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from make_model import make_model
 from strata_nb import Engine, Options, Sampling
 from strata_nb.commands.control import ControlSocket, answer
 from strata_nb.engine import Report
-from strata_nb.errors import ConfigError, DriverError
+from strata_nb.errors import ConfigError, DriverError, RuleViolation
 
 GREEDY = Sampling(temperature=0)
 IDS = random_tokens(30)
@@ -177,6 +177,24 @@ def test_a_request_waits_for_the_step_and_not_for_the_answer(
     assert ids == expected
 
 
+def test_an_answer_has_the_numbers_of_its_own_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(engine, 5)
+    alone = engine.set_vram_reserve(5)
+    model = engine._device()
+    set_reserve = model.set_reserve
+
+    def and_another_at_once(reserve_bytes: int | None) -> object:
+        done = set_reserve(reserve_bytes)
+        set_reserve(3 << 20)
+        return done
+
+    monkeypatch.setattr(model, "set_reserve", and_another_at_once)
+    assert engine.set_vram_reserve(5) == alone
+    assert free_bytes(engine) >> 20 < alone.vram_free_mib
+
+
 # The socket.
 
 
@@ -285,6 +303,35 @@ def test_a_socket_that_another_process_made_in_the_place_of_ours_stays(tmp_path:
         with client(path):
             pass
     assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("failure", [RuleViolation(9, "of\nours"), MemoryError(), OSError(5, "x")])
+def test_an_error_that_is_not_the_callers_is_told_and_ends_the_socket_and_the_run(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def fail(mib: int | None) -> None:
+        raise failure
+
+    monkeypatch.setattr(engine, "set_vram_reserve", fail)
+    path = str(tmp_path / "control")
+
+    def ask() -> None:
+        with (
+            closing(ControlSocket(path)) as control,
+            control.serving(engine),
+            client(path) as asking,
+            client(path) as waiting,
+            asking.makefile() as answers,
+            waiting.makefile() as none,
+        ):
+            asking.sendall(b"VRAM 4\n")
+            assert answers.readline().startswith(f"ERR VRAM: {type(failure).__name__}: ")
+            assert none.readline() == ""
+            assert not os.path.exists(path)
+
+    with pytest.raises(type(failure)) as raised:
+        ask()
+    assert raised.value is failure
 
 
 def client(path: str) -> socket.socket:

@@ -173,7 +173,7 @@ class Ledger:
                 changes.append(self._ask("set_reserve", self._what_is_short))
                 if changes[-1].after == held:
                     break
-        except DriverError:
+        except BaseException:  # also Ctrl-C between two changes
             self.reserve_bytes = earlier
             raise
         first, last = changes[0], changes[-1]
@@ -213,30 +213,31 @@ class Ledger:
         return requests.give_back(now, now.owed)
 
     def _ask(self, request: str, plan: Callable[[], Holdings], *, refill: bool = False) -> Change:
-        """Carry out what a request comes to, and announce it."""
+        """Carry out what a request comes to, and announce it; then Ctrl-C may come."""
         before, slots, moved, filled = self.holdings(), self.experts.usable_slots, self._moved, 0
-        error = ""
-        try:
-            self.carry_out(plan())
-            if refill and self.experts.usable_slots > slots:
-                filled = self._refill()
-        except BaseException as failure:
-            error = str(failure) or type(failure).__name__
-            raise
-        finally:
-            change = Change(
-                self.device,
-                request,
-                before,
-                self.holdings(),
-                slots,
-                self.experts.usable_slots,
-                self.experts.resident,
-                self._moved - moved,
-                filled,
-                error,
-            )
-            self.announce(change)
+        with interrupts_later():
+            error = ""
+            try:
+                self.carry_out(plan())
+                if refill and self.experts.usable_slots > slots:
+                    filled = self._refill()
+            except BaseException as failure:
+                error = str(failure) or type(failure).__name__
+                raise
+            finally:
+                change = Change(
+                    self.device,
+                    request,
+                    before,
+                    self.holdings(),
+                    slots,
+                    self.experts.usable_slots,
+                    self.experts.resident,
+                    self._moved - moved,
+                    filled,
+                    error,
+                )
+                self.announce(change)
         return change
 
     def _refill(self) -> int:

@@ -22,6 +22,7 @@ from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.kv_layout import BLOCK_CELLS, blocks_for
 from strata_nb.cache.plan import Plan
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory
+from strata_nb.interrupts import interrupts_later
 
 MOST_INIT_CELLS = 16_384
 MOST_STEP_CELLS = 8_192
@@ -30,6 +31,8 @@ AHEAD_CELLS = 64  # of a window, so that growth comes before it is needed
 PROMPT_AHEAD_CELLS = 256  # of a prompt, for the answer's beginning
 SAID_CELLS = 1_024  # smaller growths are said together
 IDLE_STEPS = 2  # that are left before the K/V is cut
+_GROWING = "the K/V could not grow ahead"
+_PREPARING = "chunks for the K/V could not be prepared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class ElasticKV:
         self._stopped_at: int | None = None  # blocks behind which a growth found nothing
         self._idle_chunks_wanted = False
         self._unsaid: list[Change] = []
+        self._failing: set[str] = set()  # what failed, and was said, since it last went well
 
     def before_prompt(self, cells: Mapping[int, int]) -> None:
         """Make room for cells that sequences are about to read, and some of the answer.
@@ -75,7 +79,8 @@ class ElasticKV:
         ample = self._rounded(needed + blocks_for(PROMPT_AHEAD_CELLS))
         idle = IDLE_STEPS * self._step_blocks
         if kv.usable_blocks > self._init_blocks and kv.usable_blocks >= ample + idle:
-            self._trim(max(ample, self._init_blocks))
+            with interrupts_later():
+                self._trim(max(ample, self._init_blocks))
         self._make_room(needed, needed + blocks_for(PROMPT_AHEAD_CELLS))
 
     def before_step(self, cells: Mapping[int, int]) -> None:
@@ -93,8 +98,10 @@ class ElasticKV:
             self._ledger.prepare(plan.chunks_for_blocks(self._step_blocks))
         except DeviceLost:
             raise
-        except DriverError:
-            return  # nothing changed, and the growth will ask for itself
+        except DriverError as error:  # nothing changed, and the growth will ask for itself
+            self._say_once(_PREPARING, error)
+            return
+        self._failing.discard(_PREPARING)
 
     def reconsider(self) -> None:
         """Try again where a growth found nothing: memory was given or taken otherwise."""
@@ -119,6 +126,11 @@ class ElasticKV:
             return
         if needed <= usable and self._stopped_at == usable:
             return
+        with interrupts_later():  # what was done shall be said
+            self._grow(needed, ample)
+
+    def _grow(self, needed: int, ample: int) -> None:
+        usable = self._ledger.kv.usable_blocks
         least = min(needed, self._most_blocks)  # beyond the context, `extend` refuses
         try:
             change = self._ledger.grow_kv(max(least, usable), self._rounded(ample))
@@ -127,10 +139,12 @@ class ElasticKV:
         except DriverError as error:
             if least <= usable:
                 self._stopped_at = usable
+                self._say_once(_GROWING, error)
                 return
             if isinstance(error, OutOfDeviceMemory):
                 raise self._refusal(least, error) from error
             raise
+        self._failing.discard(_GROWING)
         grown = self._ledger.kv.usable_blocks
         if grown > usable:
             self._unsaid.append(change)
@@ -158,6 +172,12 @@ class ElasticKV:
                 f"K/V cut to {kv.usable_blocks * BLOCK_CELLS:,} cells: experts got "
                 f"{_count(change.slots - change.slots_before, 'slot')}{_resident_text(change)}"
             )
+
+    def _say_once(self, what: str, error: DriverError) -> None:
+        """Say what failed, once until it goes well; that there is no memory is no failure."""
+        if what not in self._failing and not isinstance(error, OutOfDeviceMemory):
+            self._failing.add(what)
+            self._say(f"{what}: {error.message}")
 
     def _refusal(self, blocks: int, error: OutOfDeviceMemory) -> OutOfDeviceMemory:
         ledger = self._ledger

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 from strata_nb.cache.experts import ExpertArena, Tier
 from strata_nb.cache.policy import Maker, Ranks
+from strata_nb.errors import DeviceLost, DriverError
 
 
 class Residency:
@@ -15,12 +18,16 @@ class Residency:
     inserted, inserted_bytes   experts that were copied to slots since the start, and their bytes
     """
 
-    def __init__(self, arena: ExpertArena, ranks: Ranks, make: Maker) -> None:
+    def __init__(
+        self, arena: ExpertArena, ranks: Ranks, make: Maker, *, say: Callable[[str], None]
+    ) -> None:
         """`ranks` (layers, experts) are a profile's, -1 where it has none."""
         layout = arena.layout
         self.inserted = 0
         self.inserted_bytes = 0
         self._arena = arena
+        self._say = say
+        self._failing = False  # since the last copy: then it was said
         self._counted = arena.use.copy()  # the use that policies know of
         classes = np.array(layout.class_of_layer)
         self._layers = [np.flatnonzero(classes == number) for number in range(len(layout.classes))]
@@ -29,7 +36,8 @@ class Residency:
     def after(self, rows: int) -> None:
         """Move experts after a step of `rows` tokens; all work that read slots has ended.
 
-        Raises DriverError where a copy fails: who left has then left, and nobody came.
+        No answer needs this: where a copy fails, who left has left and nobody came, and a line says
+        so, one until copies succeed again. Raises DeviceLost.
         """
         arena = self._arena
         used = arena.use - self._counted
@@ -47,8 +55,24 @@ class Residency:
         if evicted:
             arena.reclaim()
         if inserted:
-            self.inserted += arena.fill(inserted)
-            self.inserted_bytes += sum(arena.layout.blob_bytes[layer] for layer, _ in inserted)
+            self._insert(inserted)
+
+    def _insert(self, experts: list[tuple[int, int]]) -> None:
+        """Copy experts to free slots, as many as find one, and count those."""
+        arena = self._arena
+        before = arena.expert_tier == Tier.SLOT
+        try:
+            self.inserted += arena.fill(experts)
+        except DeviceLost:
+            raise
+        except DriverError as error:
+            if not self._failing:
+                self._say(f"experts are read in place, a copy to a slot failed: {error.message}")
+            self._failing = True
+            return
+        self._failing = False
+        came = np.count_nonzero((arena.expert_tier == Tier.SLOT) & ~before, axis=1)
+        self.inserted_bytes += int(came @ np.array(arena.layout.blob_bytes, np.int64))
 
     def _slots(self, layers: npt.NDArray[np.intp]) -> int:
         """Return how many slots have the size of these layers' experts."""

@@ -6,6 +6,9 @@
 Each line gets one line. An answer to VRAM begins with VRAM and gives key=value pairs; what cannot
 be done is answered with ERR, the word, and the reason. One thread serves all connections, in turn:
 what it asks of the engine waits for the step that runs.
+
+An error that is no StrataError is our own bug, or the machine has no memory: the client is told in
+one line, the socket goes away, so that nobody waits at it, and the main thread has the error.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ MAX_CONNECTIONS = 16
 
 
 def answer(engine: Engine, line: str) -> str:
-    """Return the answer to one line, without its end."""
+    """Return the answer to one line, without its end; raises what is no StrataError."""
     word, _, rest = line.strip().partition(" ")
     try:
         if word == "VRAM":
@@ -74,10 +77,15 @@ class ControlSocket:
                 f"--control {path}: {reason}", hint="the name of a new file, of at most 100 bytes"
             ) from error
         self._listener.setblocking(False)
+        self._bound = True
+        self._failure: BaseException | None = None  # that ended the thread
 
     @contextmanager
     def serving(self, engine: Engine) -> Iterator[None]:
-        """Answer lines until the block ends; the engine must be open that long."""
+        """Answer lines until the block ends; the engine must be open that long.
+
+        Raises at the end what ended the thread before.
+        """
         ending, ended = socket.socketpair()
         thread = threading.Thread(
             target=self._serve, args=(engine, ended), name="control", daemon=True
@@ -89,35 +97,46 @@ class ControlSocket:
             ending.close()
             thread.join()
             ended.close()
+            if self._failure is not None:
+                raise self._failure
 
     def close(self) -> None:
         """Remove the socket; one that another process has made in its place stays."""
         self._listener.close()
+        bound, self._bound = self._bound, False
         with suppress(FileNotFoundError):
-            if os.path.samestat(self._made, os.lstat(self._path)):
+            if bound and os.path.samestat(self._made, os.lstat(self._path)):
                 self._path.unlink()
 
     def _serve(self, engine: Engine, ended: socket.socket) -> None:
         buffers: dict[socket.socket, bytes] = {}
+        try:
+            self._serve_until(ended, engine, buffers)
+        except BaseException as failure:  # noqa: BLE001 - `serving` raises it in its own thread
+            self._failure = failure
+            self.close()
+        finally:
+            for connection in buffers:
+                connection.close()
+
+    def _serve_until(
+        self, ended: socket.socket, engine: Engine, buffers: dict[socket.socket, bytes]
+    ) -> None:
         with selectors.DefaultSelector() as selector:
             for one in (self._listener, ended):
                 selector.register(one, selectors.EVENT_READ)
-            try:
-                while True:
-                    for key, _ in selector.select():
-                        if key.fileobj is ended:
-                            return
-                        if key.fileobj is self._listener:
-                            self._accept(selector, buffers)
-                            continue
-                        connection = next(one for one in buffers if one is key.fileobj)
-                        if not self._read(engine, connection, buffers):
-                            selector.unregister(connection)
-                            del buffers[connection]
-                            connection.close()
-            finally:
-                for connection in buffers:
-                    connection.close()
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is ended:
+                        return
+                    if key.fileobj is self._listener:
+                        self._accept(selector, buffers)
+                        continue
+                    connection = next(one for one in buffers if one is key.fileobj)
+                    if not self._read(engine, connection, buffers):
+                        selector.unregister(connection)
+                        del buffers[connection]
+                        connection.close()
 
     def _accept(
         self, selector: selectors.BaseSelector, buffers: dict[socket.socket, bytes]
@@ -137,16 +156,35 @@ class ControlSocket:
         """Answer the whole lines that have come; returns whether the connection goes on."""
         try:
             data = connection.recv(4096)
-            *lines, rest = (buffers[connection] + data).split(b"\n")
-            if not data and rest:
-                lines.append(rest)  # the last line of a client that closed its side
-            for line in lines:
-                text = answer(engine, line.decode("ascii", "replace"))
-                connection.sendall(text.encode() + b"\n")
         except OSError:
             return False
+        *lines, rest = (buffers[connection] + data).split(b"\n")
+        if not data and rest:
+            lines.append(rest)  # the last line of a client that closed its side
+        for line in lines:
+            if not _tell(connection, engine, line.decode("ascii", "replace")):
+                return False
         buffers[connection] = rest
         return bool(data) and len(rest) <= MAX_LINE_BYTES
+
+
+def _tell(connection: socket.socket, engine: Engine, line: str) -> bool:
+    """Send the answer to a line; returns whether it was sent. What `answer` raises is told too."""
+    try:
+        text = answer(engine, line)
+    except BaseException as failure:
+        words = " ".join(f"{type(failure).__name__}: {failure}".split())
+        _send(connection, f"ERR {line.strip().partition(' ')[0]}: {words}")
+        raise
+    return _send(connection, text)
+
+
+def _send(connection: socket.socket, text: str) -> bool:
+    try:
+        connection.sendall(text.encode() + b"\n")
+    except OSError:
+        return False
+    return True
 
 
 def _remove_stale(path: Path) -> None:
