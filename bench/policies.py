@@ -10,7 +10,7 @@ Options:
   --stories=N     that the story model writes, and as many pieces of other text [default: 24]
 
 Traces: routes made by tools/make_routes.py, and of the story model, which writes stories, reads
-text that it was not trained on (the documents of this project), and does both in turns. The
+text that it was not trained on (tests/data/document.txt), and does both in turns. The
 profile of the story model is its own, learned on held-out stories. `strata_nb bench policy` does
 the same with any trace. The figures go to bench/results/policies.json.
 """
@@ -46,6 +46,7 @@ MAKERS: dict[str, policy.Maker] = {
     "insert": policy.Insertion,
 }
 MADE = ((48, 128, 8), (8, 32, 4))  # layers, experts, top-k
+DOCUMENT = ROOT / "tests/data/document.txt"  # of 8,111 tokens
 PIECE_TOKENS = 300
 
 
@@ -97,9 +98,7 @@ def made(tokens: int) -> Iterator[Case]:
 
 def of_the_story_model(count: int) -> Iterator[Case]:
     """Yield routes of stories that are written, of other text, and of both in turns."""
-    text = "\n".join(
-        path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))
-    )
+    text = DOCUMENT.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "routes.npy"
         with Engine.open(Options(device="host:1x64MiB", routing_trace=path)) as engine:

@@ -13,7 +13,7 @@ from strata_nb.cache.replay import Trace, optimum, replay
 from strata_nb.cache.routing import count_use, load_trace
 
 LAYERS, EXPERTS = 8, 32
-DOCUMENT = Path(__file__).parent.parent / "docs" / "design.md"
+DOCUMENT = Path(__file__).parent / "data" / "document.txt"
 TOKENS = 1024
 TURN = 128  # tokens
 
