@@ -18,7 +18,9 @@ from cache_world import (
     World,
     host_offsets,
     overwrite,
+    read_rows,
     rows_of,
+    write_rows,
 )
 from driver_contract import held_stream
 from hypothesis import given
@@ -332,14 +334,14 @@ def write_cells(ledger: Ledger, count: int) -> int:
     kv = ledger.kv
     sequence = kv.open_sequence()
     kv.extend(sequence, count)
-    kv.write_rows(sequence, 1, "v", 0, rows_of(list(range(count)), "v", 1))
+    write_rows(kv, sequence, 1, "v", 0, rows_of(list(range(count)), "v", 1))
     kv.advance(sequence, count)
     return sequence
 
 
 def cells_are_whole(ledger: Ledger, sequence: int) -> bool:
     count = ledger.kv.length(sequence)
-    read = ledger.kv.read_rows(sequence, 1, "v", 0, count)
+    read = read_rows(ledger.kv, sequence, 1, "v", 0, count)
     return all(map(np.array_equal, read, rows_of(list(range(count)), "v", 1)))
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from cache_world import BLOBS, CONTEXT, EXPERTS, KV, UNIT, World, rows_of
+from cache_world import BLOBS, CONTEXT, EXPERTS, KV, UNIT, World, read_rows, rows_of, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,13 +64,13 @@ def residents(ledger: Ledger) -> set[tuple[int, int]]:
 def write_cells(ledger: Ledger, numbers: list[int]) -> int:
     sequence = ledger.kv.open_sequence()
     ledger.kv.extend(sequence, len(numbers))
-    ledger.kv.write_rows(sequence, 1, "v", 0, rows_of(numbers, "v", 1))
+    write_rows(ledger.kv, sequence, 1, "v", 0, rows_of(numbers, "v", 1))
     ledger.kv.advance(sequence, len(numbers))
     return sequence
 
 
 def holds(ledger: Ledger, sequence: int, numbers: list[int]) -> bool:
-    read = ledger.kv.read_rows(sequence, 1, "v", 0, len(numbers))
+    read = read_rows(ledger.kv, sequence, 1, "v", 0, len(numbers))
     return all(map(np.array_equal, read, rows_of(numbers, "v", 1)))
 
 
