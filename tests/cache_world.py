@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from strata_nb.addresses import memory_view
 from strata_nb.cache.capacity import Ledger
-from strata_nb.cache.experts import ExpertArena, HostArena
+from strata_nb.cache.experts import NOBODY, ExpertArena, HostArena
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout, Part
 from strata_nb.cache.plan import Needs, Plan, plan_device
@@ -208,6 +208,25 @@ def _row_of(number: int, part: str, layer: int) -> tuple[npt.NDArray[Any], npt.N
     rng = np.random.default_rng([number, layer, ord(part)])
     values = rng.integers(-127, 128, (KV.kv_heads, plane.length))
     return values, rng.random((KV.kv_heads, plane.groups))
+
+
+def owner_of(arena: ExpertArena, slot: int) -> tuple[int, int] | None:
+    """Return layer and number of the expert in a slot, or None."""
+    number = int(arena._owner[slot])
+    return None if number == NOBODY else divmod(number, arena.layout.experts)
+
+
+def slots_at_start(plan: Plan) -> int:
+    """Return how many expert slots a plan begins with."""
+    if plan.needs.slots is None:
+        return 0
+    within = plan.needs.slots.slots_within(plan.start.experts * plan.chunk_bytes)
+    return min(plan.most_slots, within)
+
+
+def has_free_slots(arena: ExpertArena) -> bool:
+    """Say whether any slot could take an expert of its size."""
+    return any(arena._free)
 
 
 def host_offsets(blob_bytes: tuple[int, ...], experts: int) -> tuple[npt.NDArray[np.int64], int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cache_world import owner_of
 from console import Console as CommandLine
 from device_world import make_tiny, opened, random_tokens, read
 from rich.console import Console
@@ -50,7 +51,7 @@ def test_a_look_is_what_the_ledger_and_the_tables_say(tiny: Path) -> None:
         layout, values = model.arena.layout, np.random.default_rng(0).random(look.use.shape)
         wanted = np.zeros(look.chunks["experts"])
         for slot in range(model.arena.usable_slots):
-            owner = model.arena.owner(slot)
+            owner = owner_of(model.arena, slot)
             if owner is not None:
                 at, size = layout.offset(slot), layout.blob_bytes[owner[0]]
                 first_chunk, last = at // look.chunk_bytes, (at + size - 1) // look.chunk_bytes
