@@ -44,7 +44,7 @@ def test_a_look_is_what_the_ledger_and_the_tables_say(tiny: Path) -> None:
         assert sum(look.chunks.values()) == account.capacity
         assert (look.chunks["kv"], look.chunks["experts"]) == (account.kv, account.experts)
         assert look.kv_cells - look.free_cells == 3 * 64
-        held = look.kv_heat() * look.chunk_bytes
+        held = look.kv_fill() * look.chunk_bytes
         assert held.sum() == 3 * model.kv.layout.block_bytes
         assert len(look.resident) == model.arena.resident > 0
         assert np.array_equal(look.use, model.arena.use)
@@ -74,7 +74,7 @@ def test_cells_are_one_a_chunk_and_lie_above_each_other_where_there_are_many() -
 
 
 def test_a_cell_is_brighter_where_more_is_going_on() -> None:
-    text = cells_text([("kv", heat) for heat in (0.0, 0.5, 1.0)], 10, 3, coloured=True)
+    text = cells_text([("kv", brightness) for brightness in (0.0, 0.5, 1.0)], 10, 3, coloured=True)
     blues = [int(re.findall(r"\d+", str(span.style))[2]) for span in text.spans]
     assert blues == sorted(set(blues))
 

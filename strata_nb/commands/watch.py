@@ -159,13 +159,13 @@ class Watch:
         return Group(*written, panel)
 
     def _cells(self, look: Look) -> Iterator[tuple[str, float]]:
-        """Yield owner and heat, 0 to 1, of every chunk."""
+        """Yield owner and brightness, 0 to 1, of every chunk."""
         arena = look.arena_heat(self._heat) if self._heat is not None else np.zeros(0)
         most = max(1e-9, float(arena.max(initial=0.0)))
-        heats = {"experts": np.sqrt(arena / most), "kv": look.kv_heat()}
+        lit = {"experts": np.sqrt(arena / most), "kv": look.kv_fill()}
         for owner in _COLOURS:
-            for heat in heats.get(owner, np.ones(look.chunks[owner])).tolist():
-                yield owner, min(1.0, heat)
+            for brightness in lit.get(owner, np.ones(look.chunks[owner])).tolist():
+                yield owner, min(1.0, brightness)
 
     def _owners(self, look: Look) -> Text:
         from rich.text import Text
@@ -197,9 +197,10 @@ class Watch:
 def cells_text(
     cells: list[tuple[str, float]], width: int, most_rows: int, *, coloured: bool
 ) -> Text:
-    """Return (owner, heat) cells in rows of `width`; two lie above each other where that helps.
+    """Return cells, (owner, brightness), in rows of `width`.
 
-    Where there are too many even so, the last are counted. Without colour each is a letter.
+    Two lie above each other where that helps. Where there are too many even so, the last are
+    counted. Without colour each is a letter.
     """
     from rich.text import Text
 
@@ -209,24 +210,25 @@ def cells_text(
     if not doubled:
         for at in range(0, len(shown), width):
             text.append("\n" if at else "")
-            for owner, heat in shown[at : at + width]:
+            for owner, brightness in shown[at : at + width]:
                 letter, _, colour = _COLOURS[owner]
-                text.append("■" if coloured else letter, _style(colour, heat) if coloured else "")
+                style = _style(colour, brightness) if coloured else ""
+                text.append("■" if coloured else letter, style)
     for at in range(0, len(shown) if doubled else 0, 2 * width):
         text.append("\n" if at else "")
         upper, lower = shown[at : at + width], shown[at + width : at + 2 * width]
-        for column, (owner, heat) in enumerate(upper):
-            style = _style(_COLOURS[owner][2], heat)
+        for column, (owner, brightness) in enumerate(upper):
+            style = _style(_COLOURS[owner][2], brightness)
             if column < len(lower):
-                below, warmth = lower[column]
-                style += f" on {_style(_COLOURS[below][2], warmth)}"
+                below, bright_below = lower[column]
+                style += f" on {_style(_COLOURS[below][2], bright_below)}"
             text.append("▀", style)
     if len(cells) > len(shown):
         text.append(f"\nand {len(cells) - len(shown):,} more")
     return text
 
 
-def _style(colour: Colour, heat: float) -> str:
-    bright = DIM + (1 - DIM) * heat
-    red, green, blue = (round(part * bright) for part in colour)
+def _style(colour: Colour, brightness: float) -> str:
+    share = DIM + (1 - DIM) * brightness
+    red, green, blue = (round(part * share) for part in colour)
     return f"rgb({red},{green},{blue})"
