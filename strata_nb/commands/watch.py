@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb.commands.arguments import Arguments
-from strata_nb.engine import Engine
+from strata_nb.engine import Engine, Generation
 from strata_nb.errors import ConfigError
 from strata_nb.models.description import bytes_text
 from strata_nb.options import REFERENCE
@@ -70,19 +70,24 @@ def watch_from(arguments: Arguments) -> bool:
 
 
 class Watch:
-    """Draw the panel while the block runs; `write` takes the text, piece by piece."""
+    """Draw the panel while the block runs; `write` takes the text, piece by piece.
 
-    def __init__(self, engine: Engine, console: Console | None = None) -> None:
+    generation   that writes it, whose tokens are counted: a piece may be the prompt, or no token
+    """
+
+    def __init__(
+        self, engine: Engine, generation: Generation, console: Console | None = None
+    ) -> None:
         from rich.console import Console
         from rich.live import Live
 
         self._engine = engine
+        self._generation = generation
         self._console = console or Console(highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._line = ""  # what is written of the last line
         self._drawn_s = 0.0
-        self._tokens = self._tokens_drawn = 0
-        self._began_s = time.perf_counter()
+        self._tokens_drawn = 0
         self._heat: npt.NDArray[np.float64] | None = None  # of experts, and their use before
         self._use: npt.NDArray[np.int64] | None = None
         self._kv_chunks: int | None = None
@@ -113,7 +118,6 @@ class Watch:
         *whole, self._line = (self._line + text).split("\n")
         for line in whole:
             self._console.print(Text(line), soft_wrap=True)
-        self._tokens += 1
         if whole or time.perf_counter() - self._drawn_s >= FRAME_S:
             self._draw()
 
@@ -125,8 +129,8 @@ class Watch:
 
     def _follow(self, look: Look) -> None:
         """Take over what has changed since the look before."""
-        steps = self._tokens - self._tokens_drawn
-        self._tokens_drawn = self._tokens
+        steps = self._generation.generated - self._tokens_drawn
+        self._tokens_drawn = self._generation.generated
         use = look.use.astype(np.float64)
         if self._heat is None or self._use is None:
             self._heat = use
@@ -188,9 +192,9 @@ class Watch:
             parts.append(f"{len(look.resident):,} experts in {look.slots:,} slots")
         if look.slots and look.hits + look.misses:
             parts.append(f"{look.hits / (look.hits + look.misses):.1%} hits")
-        took_s = time.perf_counter() - self._began_s
-        if self._tokens and took_s:
-            parts.append(f"{self._tokens / took_s:.1f} tok/s")
+        if self._generation.generated > 1:  # the first is not of `decode_s`
+            rate = (self._generation.generated - 1) / self._generation.decode_s
+            parts.append(f"{rate:.1f} tok/s")
         return " · ".join(parts)
 
 
