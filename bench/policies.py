@@ -34,7 +34,7 @@ from results import write_result  # noqa: E402
 from strata_nb import Engine, Options, Sampling, story_model  # noqa: E402
 from strata_nb.cache import policy  # noqa: E402
 from strata_nb.cache.profile import load_profile, rank_by_use  # noqa: E402
-from strata_nb.cache.replay import Trace  # noqa: E402
+from strata_nb.cache.replay import Routes  # noqa: E402
 from strata_nb.cache.routing import count_use, load_trace  # noqa: E402
 from strata_nb.commands.bench import OPTIMUM, Case, measure  # noqa: E402
 
@@ -67,7 +67,7 @@ def main() -> None:
             rows.append(
                 {
                     "trace": case.name,
-                    "tokens": len(case.trace),
+                    "tokens": len(case.routes),
                     "budget_percent": budget,
                     "hit_rate": hits,
                     "experts_over_the_link_a_token": moved,
@@ -111,7 +111,7 @@ def of_the_story_model(count: int) -> Iterator[Case]:
                 ends.append(saved(engine, path))
                 engine.logits(other[number * PIECE_TOKENS : (number + 1) * PIECE_TOKENS])
                 ends.append(saved(engine, path))
-        routes: Trace = load_trace(str(path))
+        routes: Routes = load_trace(str(path))
     pieces = np.split(routes, ends[:-1])
     profile = load_profile(story_model.profile_path(), layers, experts)
     for name, some in (
