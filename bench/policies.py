@@ -10,7 +10,7 @@ Options:
   --stories=N     that the story model writes, and as many pieces of other text [default: 24]
 
 Traces: routes made by tools/make_routes.py, and of the story model, which writes stories, reads
-text that it was not trained on (the documents of this project), and does both in turns. The
+text that it was not trained on (tests/data/document.txt), and does both in turns. The
 profile of the story model is its own, learned on held-out stories. `strata_nb bench policy` does
 the same with any trace. The figures go to bench/results/policies.json.
 """
@@ -34,7 +34,7 @@ from results import write_result  # noqa: E402
 from strata_nb import Engine, Options, Sampling, story_model  # noqa: E402
 from strata_nb.cache import policy  # noqa: E402
 from strata_nb.cache.profile import load_profile, rank_by_use  # noqa: E402
-from strata_nb.cache.replay import Trace  # noqa: E402
+from strata_nb.cache.replay import Routes  # noqa: E402
 from strata_nb.cache.routing import count_use, load_trace  # noqa: E402
 from strata_nb.commands.bench import OPTIMUM, Case, measure  # noqa: E402
 
@@ -46,6 +46,7 @@ MAKERS: dict[str, policy.Maker] = {
     "insert": policy.Insertion,
 }
 MADE = ((48, 128, 8), (8, 32, 4))  # layers, experts, top-k
+DOCUMENT = ROOT / "tests/data/document.txt"  # of 8,111 tokens
 PIECE_TOKENS = 300
 
 
@@ -66,7 +67,7 @@ def main() -> None:
             rows.append(
                 {
                     "trace": case.name,
-                    "tokens": len(case.trace),
+                    "tokens": len(case.routes),
                     "budget_percent": budget,
                     "hit_rate": hits,
                     "experts_over_the_link_a_token": moved,
@@ -97,9 +98,7 @@ def made(tokens: int) -> Iterator[Case]:
 
 def of_the_story_model(count: int) -> Iterator[Case]:
     """Yield routes of stories that are written, of other text, and of both in turns."""
-    text = "\n".join(
-        path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))
-    )
+    text = DOCUMENT.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "routes.npy"
         with Engine.open(Options(device="host:1x64MiB", routing_trace=path)) as engine:
@@ -112,7 +111,7 @@ def of_the_story_model(count: int) -> Iterator[Case]:
                 ends.append(saved(engine, path))
                 engine.logits(other[number * PIECE_TOKENS : (number + 1) * PIECE_TOKENS])
                 ends.append(saved(engine, path))
-        routes: Trace = load_trace(str(path))
+        routes: Routes = load_trace(str(path))
     pieces = np.split(routes, ends[:-1])
     profile = load_profile(story_model.profile_path(), layers, experts)
     for name, some in (

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from strata_nb.addresses import memory_view
 from strata_nb.cache.capacity import Ledger
-from strata_nb.cache.experts import ExpertArena, HostArena
-from strata_nb.cache.kv import KVCache, StoredHeads
-from strata_nb.cache.kv_layout import HeadPlane, KVLayout
+from strata_nb.cache.experts import NOBODY, ExpertArena, HostArena
+from strata_nb.cache.kv import KVCache
+from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout, Part
 from strata_nb.cache.plan import Needs, Plan, plan_device
 from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout
 from strata_nb.host import HostDriver
@@ -144,6 +144,54 @@ def overwrite(address: int, size: int) -> None:
     ctypes.memset(address, 0xFF, size)
 
 
+class StoredHeads(NamedTuple):
+    """Hold cells of one layer and part as they are stored, rows first.
+
+    values   (cells, kv heads, head length), as the cache type has them
+    scales   (cells, kv heads, groups) float16; no groups where the values are floats
+    """
+
+    values: npt.NDArray[Any]
+    scales: npt.NDArray[np.float16]
+
+
+def write_rows(
+    kv: KVCache, sequence: int, layer: int, part: Part, first: int, rows: StoredHeads
+) -> None:
+    """Store cells first, first + 1, ... of a layer where the table says, as a kernel would."""
+    for row, (values, scales) in enumerate(zip(*rows, strict=True)):
+        stored = _cell(kv, sequence, layer, part, first + row)
+        stored.values[...], stored.scales[...] = values, scales
+
+
+def read_rows(
+    kv: KVCache, sequence: int, layer: int, part: Part, first: int, count: int
+) -> StoredHeads:
+    """Return a copy of `count` cells of a layer from where the table says."""
+    plane, heads = kv.layout.plane(part), kv.layout.kv_heads
+    values = np.empty((count, heads, plane.length), plane.value_type)
+    scales = np.empty((count, heads, plane.groups), plane.scale_type)
+    for row in range(count):
+        values[row], scales[row] = _cell(kv, sequence, layer, part, first + row)
+    return StoredHeads(values, scales)
+
+
+def _cell(kv: KVCache, sequence: int, layer: int, part: Part, cell: int) -> StoredHeads:
+    """Return a view of a cell: values (kv heads, head length), scales (kv heads, groups)."""
+    plane, heads = kv.layout.plane(part), kv.layout.kv_heads
+    index, row = divmod(cell, BLOCK_CELLS)
+    block = int(kv.table[sequence, index])
+    assert block, f"cell {cell} has no block"
+    address = block + kv.layout.part_offset(layer, part)
+    by_head = memory_view(address, heads * plane.size_bytes).reshape(heads, plane.size_bytes)
+    values = by_head[:, : plane.scales_offset].view(plane.value_type)
+    scales = by_head[:, plane.scales_offset :].view(plane.scale_type)
+    return StoredHeads(
+        values[:, row * plane.length : (row + 1) * plane.length],
+        scales[:, row * plane.groups : (row + 1) * plane.groups],
+    )
+
+
 def rows_of(numbers: list[int], part: str, layer: int) -> StoredHeads:
     """Return cells that each number stands for, different in every layer and part."""
     plane = KV.key if part == "k" else KV.value
@@ -160,6 +208,25 @@ def _row_of(number: int, part: str, layer: int) -> tuple[npt.NDArray[Any], npt.N
     rng = np.random.default_rng([number, layer, ord(part)])
     values = rng.integers(-127, 128, (KV.kv_heads, plane.length))
     return values, rng.random((KV.kv_heads, plane.groups))
+
+
+def owner_of(arena: ExpertArena, slot: int) -> tuple[int, int] | None:
+    """Return layer and number of the expert in a slot, or None."""
+    number = int(arena._owner[slot])
+    return None if number == NOBODY else divmod(number, arena.layout.experts)
+
+
+def slots_at_start(plan: Plan) -> int:
+    """Return how many expert slots a plan begins with."""
+    if plan.needs.slots is None:
+        return 0
+    within = plan.needs.slots.slots_within(plan.start.experts * plan.chunk_bytes)
+    return min(plan.most_slots, within)
+
+
+def has_free_slots(arena: ExpertArena) -> bool:
+    """Say whether any slot could take an expert of its size."""
+    return any(arena._free)
 
 
 def host_offsets(blob_bytes: tuple[int, ...], experts: int) -> tuple[npt.NDArray[np.int64], int]:

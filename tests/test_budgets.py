@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_world import has_free_slots, owner_of
 from device_world import (
     ONE_SIZE,
     SHAPE,
@@ -130,7 +131,7 @@ def test_slots_that_the_ledger_takes_back_change_no_bit(model: Path, exact: Floa
             full = one.ledger.plan.arena_chunks
             one.ledger.carry_out(replace(held, experts=full // share))
             assert same_bits(text(one), exact)
-            assert not one.arena.has_free_slots or one.arena.usable_slots > one.arena.resident
+            assert not has_free_slots(one.arena) or one.arena.usable_slots > one.arena.resident
 
 
 # Residency follows the text.
@@ -213,7 +214,7 @@ def test_a_step_whose_exchange_fails_counts_all_the_same(one_size: Path, operati
             faults = one._backend.driver.faults  # type: ignore[attr-defined]
             sequence = one.open_sequence()
             logits = [read(one, sequence, ids[:20])]
-            assert not one.arena.has_free_slots
+            assert not has_free_slots(one.arena)
             faults.plan(operation, nth)
             for token in ids[20:]:
                 logits.append(read(one, sequence, [token]))
@@ -252,7 +253,7 @@ def overwrite(addresses: Sequence[int], sizes: Sequence[int]) -> None:
 def filled(model: DeviceModel) -> list[tuple[int, int]]:
     """Fill all slots and return who is in them."""
     text(model)
-    assert not model.arena.has_free_slots
+    assert not has_free_slots(model.arena)
     return blobs(model, Tier.SLOT)
 
 
@@ -342,7 +343,7 @@ def test_a_profile_fills_the_slots_of_the_next_start_in_its_order(
             replace(options, expert_profile=profile, expert_cache=str(slots), adapt="off")
         ) as engine:
             arena = engine._device().arena
-            assert [arena.owner(slot) for slot in range(slots)] == order[:slots]
+            assert [owner_of(arena, slot) for slot in range(slots)] == order[:slots]
             engine.save_expert_profile(tmp_path / "again")  # nothing was used yet
             assert load_profile(tmp_path / "again", SHAPE.layers, SHAPE.experts).order() == order
             assert same_bits(engine.logits(ids), exact)

@@ -18,7 +18,11 @@ from cache_world import (
     World,
     host_offsets,
     overwrite,
+    owner_of,
+    read_rows,
     rows_of,
+    slots_at_start,
+    write_rows,
 )
 from driver_contract import held_stream
 from hypothesis import given
@@ -84,7 +88,7 @@ def divide(asked: Needs, free_bytes: int, chunk_bytes: int) -> Plan:
 def test_experts_get_what_dense_weights_reserve_and_kv_leave() -> None:
     plan = divide(needs(), 40 * UNIT, UNIT)
     assert plan.start.kv == -(-2 * KV.block_bytes // UNIT) == 13
-    assert plan.slots == LAYOUT.slots_within((40 - 10 - 5 - 13) * UNIT) == 7
+    assert slots_at_start(plan) == LAYOUT.slots_within((40 - 10 - 5 - 13) * UNIT) == 7
     assert plan.start.experts == -(-LAYOUT.bytes_of(7) // UNIT) == 11
     assert plan.capacity == 30  # all but the dense weights: the reserve may become smaller
     assert plan.kv_chunks == 25
@@ -93,27 +97,27 @@ def test_experts_get_what_dense_weights_reserve_and_kv_leave() -> None:
 
 def test_more_memory_than_is_of_use_is_left_alone() -> None:
     plan = divide(needs(), 1000 * UNIT, UNIT)
-    assert plan.slots == 12
+    assert slots_at_start(plan) == 12
     assert plan.capacity == plan.kv_chunks + plan.arena_chunks
 
 
 def test_slots_that_were_asked_for_are_what_is_given() -> None:
     plan = divide(needs(slots_wanted=4), 40 * UNIT, UNIT)
-    assert plan.slots == 4
+    assert slots_at_start(plan) == 4
     assert plan.start.experts == -(-LAYOUT.bytes_of(4) // UNIT)
 
 
 def test_a_dense_model_and_no_slots_take_only_kv() -> None:
     for changed in (needs(slots=None), needs(slots_wanted=0)):
         plan = divide(changed, 40 * UNIT, UNIT)
-        assert plan.slots == plan.start.experts == plan.arena_chunks == 0
+        assert slots_at_start(plan) == plan.start.experts == plan.arena_chunks == 0
         assert plan.start.kv == 13
 
 
 def test_the_floor_is_one_slot_a_layer() -> None:
     floor_chunks = -(-LAYOUT.bytes_of(3) // UNIT)
     fits = 10 + 5 + 13 + floor_chunks
-    assert divide(needs(), fits * UNIT, UNIT).slots == 3
+    assert slots_at_start(divide(needs(), fits * UNIT, UNIT)) == 3
     with pytest.raises(ConfigError, match="does not fit") as refused:
         divide(needs(), (fits - 1) * UNIT, UNIT)
     lines = refused.value.message.splitlines()
@@ -136,7 +140,7 @@ def test_the_hint_of_a_refusal_works() -> None:
     with pytest.raises(ConfigError) as error:
         divide(refused, 60 * UNIT, UNIT)
     cells = int(error.value.hint.split()[2])
-    assert divide(needs(kv_cells=cells), 60 * UNIT, UNIT).slots >= 3
+    assert slots_at_start(divide(needs(kv_cells=cells), 60 * UNIT, UNIT)) >= 3
     with pytest.raises(ConfigError):
         divide(needs(kv_cells=cells + 1), 60 * UNIT, UNIT)
     with pytest.raises(ConfigError) as error:
@@ -149,7 +153,7 @@ def test_the_hint_of_a_refusal_works() -> None:
         except ConfigError as refusal:
             if "--expert-cache auto" in refusal.hint:
                 hinted += 1
-                assert divide(needs(), units * UNIT, UNIT).slots >= 3
+                assert slots_at_start(divide(needs(), units * UNIT, UNIT)) >= 3
     assert hinted
     with pytest.raises(ConfigError) as error:
         divide(needs(), 3 * UNIT, UNIT)
@@ -197,8 +201,8 @@ def test_a_plan_never_takes_more_than_there_is(
     assert dense + reserve + plan.start.chunks * UNIT <= free
     assert plan.start.chunks <= plan.capacity
     assert plan.start.kv * UNIT >= KV.bytes_for(cells)
-    assert LAYOUT.bytes_of(plan.slots) <= plan.start.experts * UNIT
-    assert wanted in (None, plan.slots)
+    assert LAYOUT.bytes_of(slots_at_start(plan)) <= plan.start.experts * UNIT
+    assert wanted in (None, slots_at_start(plan))
 
 
 def test_a_host_device_of_64_mib_is_planned_in_chunks_of_64_kib() -> None:
@@ -207,10 +211,10 @@ def test_a_host_device_of_64_mib_is_planned_in_chunks_of_64_kib() -> None:
     asked = needs(slots=layout, slots_wanted=slot_budget((25.0, "%"), layout))
     plan = plan_device(driver, 0, asked)
     assert plan.chunk_bytes == 64 << 10
-    assert plan.slots == 256
+    assert slots_at_start(plan) == 256
     everything = plan_device(driver, 0, needs(slots=layout))
     assert everything.capacity * everything.chunk_bytes <= 64 * MIB - 15 * UNIT
-    assert 600 < everything.slots < 680
+    assert 600 < slots_at_start(everything) < 680
     driver.close()
 
 
@@ -226,10 +230,10 @@ def test_chunks_are_sized_for_what_the_ledger_can_hold_not_for_the_whole_device(
 def test_opening_maps_what_the_plan_starts_with(world: World) -> None:
     ledger = ledger_of(world)
     assert ledger.holdings() == ledger.plan.start
-    assert ledger.experts.usable_slots == ledger.plan.slots
+    assert ledger.experts.usable_slots == slots_at_start(ledger.plan)
     assert ledger.kv.usable_blocks == 8
     report = ledger.describe()
-    assert (report.device, report.slots, report.resident) == (0, ledger.plan.slots, 0)
+    assert (report.device, report.slots, report.resident) == (0, slots_at_start(ledger.plan), 0)
     assert report.kv_cells == 512
     assert report.bytes_by_owner == {
         "dense": UNIT,
@@ -241,7 +245,7 @@ def test_opening_maps_what_the_plan_starts_with(world: World) -> None:
         "stuck": 0,
     }
     ledger.experts.fill(ALL)
-    assert ledger.describe().resident == ledger.plan.slots
+    assert ledger.describe().resident == slots_at_start(ledger.plan)
 
 
 def test_a_ledger_that_is_not_open_has_taken_nothing() -> None:
@@ -261,7 +265,7 @@ def test_a_ledger_can_be_opened_again_after_it_was_closed(world: World) -> None:
     assert world.live() == {}
     assert not ledger.kv.table.any()
     ledger.open()
-    assert ledger.experts.fill(ALL) == ledger.plan.slots
+    assert ledger.experts.fill(ALL) == slots_at_start(ledger.plan)
     world.check()
 
 
@@ -311,7 +315,7 @@ def test_a_device_of_64_mib_serves_experts_and_kv_in_chunks_of_64_kib() -> None:
     ledger.open()
     driver.allocate(8 * MIB, 0)  # the dense weights that were planned for
     assert driver.mem_info(0)[0] >= 4 * MIB
-    assert experts.fill(np.ndindex(16, 32)) == plan.slots > 16 * 20
+    assert experts.fill(np.ndindex(16, 32)) == slots_at_start(plan) > 16 * 20
     ledger.carry_out(Holdings(plan.start.experts - 20, plan.start.kv + 20))
     sequence = kv.open_sequence()
     kv.extend(sequence, 5000)
@@ -332,14 +336,14 @@ def write_cells(ledger: Ledger, count: int) -> int:
     kv = ledger.kv
     sequence = kv.open_sequence()
     kv.extend(sequence, count)
-    kv.write_rows(sequence, 1, "v", 0, rows_of(list(range(count)), "v", 1))
+    write_rows(kv, sequence, 1, "v", 0, rows_of(list(range(count)), "v", 1))
     kv.advance(sequence, count)
     return sequence
 
 
 def cells_are_whole(ledger: Ledger, sequence: int) -> bool:
     count = ledger.kv.length(sequence)
-    read = ledger.kv.read_rows(sequence, 1, "v", 0, count)
+    read = read_rows(ledger.kv, sequence, 1, "v", 0, count)
     return all(map(np.array_equal, read, rows_of(list(range(count)), "v", 1)))
 
 
@@ -373,7 +377,7 @@ def test_changes_follow_each_other_and_can_be_taken_back(
         ledger.experts.fill(ALL)
     ledger.carry_out(start)
     assert ledger.account().given_back == ledger.plan.capacity - start.chunks
-    assert ledger.experts.usable_slots == ledger.plan.slots
+    assert ledger.experts.usable_slots == slots_at_start(ledger.plan)
     assert addresses == [ledger._ranges[owner].base for owner in ("kv", "experts")]
     assert cells_are_whole(ledger, sequence)
     assert world.said == []
@@ -426,7 +430,7 @@ def test_memory_is_not_unmapped_while_older_work_may_read_it(world: World) -> No
         synchronize = world.driver.synchronize
 
         def end_and_synchronize(device: int) -> None:
-            assert ledger.experts.usable_slots < ledger.plan.slots  # published first
+            assert ledger.experts.usable_slots < slots_at_start(ledger.plan)  # published first
             end()
             synchronize(device)
 
@@ -485,8 +489,8 @@ def test_a_drain_that_fails_leaves_all_as_it_was_but_for_residency(world: World)
     with pytest.raises(DriverError, match="synchronize"):
         ledger.carry_out(Holdings(start.experts - 6, start.kv + 6))
     assert ledger.holdings() == start
-    assert ledger.experts.usable_slots == ledger.plan.slots
-    assert ledger.experts.resident < ledger.plan.slots
+    assert ledger.experts.usable_slots == slots_at_start(ledger.plan)
+    assert ledger.experts.resident < slots_at_start(ledger.plan)
     assert ledger.experts.fill(ALL) == 0  # older work may still read those slots
     ledger.carry_out(Holdings(start.experts - 6, start.kv + 6))
 
@@ -504,7 +508,7 @@ def test_a_growth_that_fails_gives_the_arena_its_memory_back(world: World, opera
         ledger.carry_out(Holdings(start.experts - 6, start.kv + 6))
     if operation == "map":
         assert ledger.holdings() == start
-        assert ledger.experts.usable_slots == ledger.plan.slots
+        assert ledger.experts.usable_slots == slots_at_start(ledger.plan)
         assert world.said == []
     else:
         assert ledger.holdings() == Holdings(start.experts - 6, start.kv)
@@ -646,11 +650,11 @@ def fork_and_write(kv: KVCache) -> None:
 
 
 def swap_one(experts: ExpertArena) -> None:
-    owner = experts.owner(0) if experts.usable_slots else None
+    owner = owner_of(experts, 0) if experts.usable_slots else None
     if owner is not None:
         experts.evict(*owner)
         experts.reclaim()
-        experts.insert(*owner, 0)
+        experts.fill([owner])
 
 
 @pytest.mark.parametrize("undoing_fails", [False, True], ids=["undone", "not undone"])

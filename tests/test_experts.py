@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from cache_world import BLOBS, EXPERTS, World, overwrite
+from cache_world import BLOBS, EXPERTS, World, overwrite, owner_of
 from driver_contract import held_stream
 
 from strata_nb.cache.capacity import Ledger
@@ -115,7 +115,7 @@ def test_experts_are_brought_in_in_the_order_given_while_their_size_has_slots(
     assert set(zip(*map(np.ndarray.tolist, np.nonzero(arena.expert_tier == 0)), strict=True)) == (
         resident
     )
-    assert {arena.owner(slot) for slot in range(7)} == resident
+    assert {owner_of(arena, slot) for slot in range(7)} == resident
     assert arena.fill(ALL) == 0
     assert tables[0] is arena.expert_address
     assert tables[1] is arena.expert_tier
@@ -143,28 +143,18 @@ def test_an_expert_is_evicted_and_another_takes_its_slot_after_draining(world: W
     arena = arena_of(world)
     arena.fill(ALL)
     slot = arena.evict(1, 0)
-    assert arena.owner(slot) is None
-    with pytest.raises(RuleViolation, match=r"rule 7.*draining"):
-        arena.insert(1, 3, slot)
+    assert owner_of(arena, slot) is None
     assert arena.fill([(1, 3)]) == 0
     world.check()
     arena.reclaim()
-    arena.insert(1, 3, slot)
-    assert arena.owner(slot) == (1, 3)
+    assert arena.fill([(1, 3)]) == 1
+    assert owner_of(arena, slot) == (1, 3)
     assert arena.resident == 7
 
 
-def test_a_slot_takes_only_an_expert_of_its_size_that_has_none(world: World) -> None:
+def test_only_an_expert_in_a_slot_is_evicted(world: World) -> None:
     arena = arena_of(world)
-    with pytest.raises(RuleViolation, match="rule 7"):
-        arena.insert(0, 0, 1)
-    with pytest.raises(RuleViolation, match="rule 7"):
-        arena.insert(0, 0, 9)
-    arena.insert(0, 0, 2)  # of layer 2, whose experts are of the same size
-    with pytest.raises(RuleViolation, match="rule 7"):
-        arena.insert(0, 1, 2)
-    with pytest.raises(RuleViolation, match="rule 3"):
-        arena.insert(0, 0, 0)
+    arena.fill([(0, 0)])
     with pytest.raises(RuleViolation, match="rule 9"):
         arena.evict(0, 1)
 
@@ -173,7 +163,7 @@ def test_slots_that_are_lost_return_their_experts_to_the_host(world: World) -> N
     arena = arena_of(world)
     arena.fill(ALL)
     layout = arena.layout
-    in_last = [arena.owner(slot) for slot in (4, 5, 6)]
+    in_last = [owner_of(arena, slot) for slot in (4, 5, 6)]
     arena.resize(layout.bytes_of(4))
     assert arena.usable_slots == 4
     assert arena.resident == 4
@@ -210,15 +200,6 @@ def test_a_fill_that_fails_leaves_every_expert_in_place(
     assert arena.resident == 0
     world.check()
     assert arena.fill(ALL) == 7
-
-
-def test_an_insertion_that_fails_can_be_repeated(world: World) -> None:
-    arena = arena_of(world)
-    world.driver.faults.plan("copy_async")
-    with pytest.raises(DriverError):
-        arena.insert(1, 2, 1)
-    world.check()
-    arena.insert(1, 2, 1)
 
 
 class InterruptedTable(np.ndarray):
@@ -339,8 +320,9 @@ def forget_the_end_of_the_host_arena(arena: ExpertArena) -> None:
 def test_tables_that_are_wrong_are_found(damage: Callable[[ExpertArena], None]) -> None:
     world = World(slots=7)
     ledger = world.open()
-    ledger.experts.insert(2, 0, 2)
-    ledger.experts.insert(1, 1, 1)
+    ledger.experts.fill([(0, 0), (2, 0), (1, 1)])  # in the slots 0, 2 and 1
+    ledger.experts.evict(0, 0)
+    ledger.experts.reclaim()
     ledger.check_integrity()
     damage(ledger.experts)
     with pytest.raises(RuleViolation):
@@ -378,8 +360,8 @@ def test_a_slot_is_not_written_while_older_work_may_read_it(world: World) -> Non
     arena.fill(ALL)
     with held_stream(world.driver) as (_, end):
         slot = arena.evict(1, 0)
-        with pytest.raises(RuleViolation, match="rule 7"):
-            arena.insert(1, 3, slot)
+        assert arena.fill([(1, 3)]) == 0
         end()
     arena.reclaim()
-    arena.insert(1, 3, slot)
+    assert arena.fill([(1, 3)]) == 1
+    assert owner_of(arena, slot) == (1, 3)

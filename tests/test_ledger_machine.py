@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from cache_world import KV, SEQUENCES, UNIT, World, rows_of
+from cache_world import KV, SEQUENCES, UNIT, World, read_rows, rows_of, write_rows
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -74,7 +74,7 @@ class Requests(RuleBasedStateMachine):
             kv.extend(sequence, count)
         except (ConfigError, DriverError):
             return
-        kv.write_rows(sequence, 0, "k", length, rows_of(numbers, "k", 0))
+        write_rows(kv, sequence, 0, "k", length, rows_of(numbers, "k", 0))
         kv.advance(sequence, count)
         self.cells[sequence] += numbers
 
@@ -188,7 +188,7 @@ class Requests(RuleBasedStateMachine):
     def everything_reads_back_and_adds_up(self) -> None:
         self.world.check()
         for sequence, numbers in self.cells.items():
-            stored = self.ledger.kv.read_rows(sequence, 0, "k", 0, len(numbers))
+            stored = read_rows(self.ledger.kv, sequence, 0, "k", 0, len(numbers))
             assert all(map(np.array_equal, stored, rows_of(numbers, "k", 0)))
         if self.heard:
             assert self.heard[-1].after == self.ledger.holdings()

@@ -20,19 +20,19 @@ from strata_nb.cache.policy import (
     Swaps,
 )
 from strata_nb.cache.profile import rank_by_use
-from strata_nb.cache.replay import Trace, optimum, replay
+from strata_nb.cache.replay import Routes, optimum, replay
 from strata_nb.cache.routing import count_use
 
 Experts = frozenset[int]
 
 
-def trace_of(*tokens: list[list[int]]) -> Trace:
+def routes_of(*tokens: list[list[int]]) -> Routes:
     """Return a trace from the experts of each layer, token by token."""
     return np.array(tokens, np.int16)
 
 
 def test_a_choice_meets_what_the_windows_before_it_left() -> None:
-    trace = trace_of([[0, 1]], [[0, 2]], [[2, 1]], [[0, 3]])
+    trace = routes_of([[0, 1]], [[0, 2]], [[2, 1]], [[0, 3]])
     outcome = replay(trace, 4, LeastRecent(1, 4), 2, [(0, 0), (0, 3)])
     # 0 is there; 1 comes for 3; 0 is there; 2 comes for 1; 2 is there; 1 for 0; then nothing.
     assert (outcome.tokens, outcome.choices, outcome.hits) == (4, 8, 3)
@@ -43,7 +43,7 @@ def test_a_choice_meets_what_the_windows_before_it_left() -> None:
 
 
 def test_a_swap_crosses_the_link_beside_the_misses() -> None:
-    trace = trace_of([[0]], [[1]], [[1]], [[1]])
+    trace = routes_of([[0]], [[1]], [[1]], [[1]])
     outcome = replay(trace, 2, Swaps(1, 2, every=3, decay=1.0), 1, [(0, 0)])
     assert (outcome.hits, outcome.written, outcome.fetched) == (1, 0, 0)  # 1 leads 0 by 1 only
     outcome = replay(np.concatenate([trace, trace[1:]]), 2, Swaps(1, 2), 1, [(0, 0)])
@@ -52,7 +52,7 @@ def test_a_swap_crosses_the_link_beside_the_misses() -> None:
 
 
 def test_a_start_longer_than_the_slots_is_cut_and_a_shorter_one_leaves_slots_free() -> None:
-    trace = trace_of([[0], [0]], [[1], [0]])
+    trace = routes_of([[0], [0]], [[1], [0]])
     everyone = [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert replay(trace, 2, Static(2, 2), 2, everyone).hits == 3
     assert replay(trace, 2, Static(2, 2), 4, everyone).hits == 4
@@ -60,7 +60,7 @@ def test_a_start_longer_than_the_slots_is_cut_and_a_shorter_one_leaves_slots_fre
 
 
 def test_the_optimum_keeps_who_is_used_soonest_and_passes_by_who_is_not() -> None:
-    trace = trace_of([[0]], [[1]], [[2]], [[0]], [[1]], [[3]], [[0]], [[1]])
+    trace = routes_of([[0]], [[1]], [[2]], [[0]], [[1]], [[3]], [[0]], [[1]])
     outcome = optimum(trace, 4, 2)
     assert (outcome.hits, outcome.written) == (6, 0)  # 2 and 3 are never kept
     assert optimum(trace, 4, 1).hits == 3
@@ -69,7 +69,7 @@ def test_the_optimum_keeps_who_is_used_soonest_and_passes_by_who_is_not() -> Non
 
 
 def test_uses_of_a_count_fall_on_layer_and_expert() -> None:
-    trace = trace_of([[0, 1], [3, 2]], [[0, 2], [3, 1]])
+    trace = routes_of([[0, 1], [3, 2]], [[0, 2], [3, 1]])
     assert count_use(trace, 4).tolist() == [[2, 1, 1, 0], [0, 1, 1, 2]]
 
 
@@ -96,7 +96,7 @@ def most_hits(windows: list[Experts], everyone: Experts, slots: int) -> int:
 
 
 @st.composite
-def traces(draw: st.DrawFn, most_tokens: int) -> tuple[Trace, int]:
+def traces(draw: st.DrawFn, most_tokens: int) -> tuple[Routes, int]:
     layers, experts = draw(st.integers(1, 2)), draw(st.integers(2, 3))
     top_k = draw(st.integers(1, experts - 1))
     tokens = draw(st.integers(1, most_tokens))
@@ -107,7 +107,7 @@ def traces(draw: st.DrawFn, most_tokens: int) -> tuple[Trace, int]:
 
 @given(traces(6), st.integers(0, 4))
 def test_nothing_that_keeps_misses_has_more_hits_than_the_optimum(
-    case: tuple[Trace, int], slots: int
+    case: tuple[Routes, int], slots: int
 ) -> None:
     trace, experts = case
     layers = trace.shape[1]
@@ -120,7 +120,7 @@ def test_nothing_that_keeps_misses_has_more_hits_than_the_optimum(
 
 
 @given(traces(30), st.integers(0, 6))
-def test_no_policy_beats_the_optimum(case: tuple[Trace, int], slots: int) -> None:
+def test_no_policy_beats_the_optimum(case: tuple[Routes, int], slots: int) -> None:
     trace, experts = case
     layers = trace.shape[1]
     slots = min(slots, layers * experts)

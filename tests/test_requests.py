@@ -10,7 +10,19 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
-from cache_world import BLOBS, CONTEXT, EXPERTS, KV, UNIT, World, rows_of
+from cache_world import (
+    BLOBS,
+    CONTEXT,
+    EXPERTS,
+    KV,
+    UNIT,
+    World,
+    owner_of,
+    read_rows,
+    rows_of,
+    slots_at_start,
+    write_rows,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,20 +69,20 @@ def warm(ledger: Ledger, seed: int = 0) -> None:
 
 
 def residents(ledger: Ledger) -> set[tuple[int, int]]:
-    owners = (ledger.experts.owner(slot) for slot in range(ledger.experts.usable_slots))
+    owners = (owner_of(ledger.experts, slot) for slot in range(ledger.experts.usable_slots))
     return {owner for owner in owners if owner is not None}
 
 
 def write_cells(ledger: Ledger, numbers: list[int]) -> int:
     sequence = ledger.kv.open_sequence()
     ledger.kv.extend(sequence, len(numbers))
-    ledger.kv.write_rows(sequence, 1, "v", 0, rows_of(numbers, "v", 1))
+    write_rows(ledger.kv, sequence, 1, "v", 0, rows_of(numbers, "v", 1))
     ledger.kv.advance(sequence, len(numbers))
     return sequence
 
 
 def holds(ledger: Ledger, sequence: int, numbers: list[int]) -> bool:
-    read = ledger.kv.read_rows(sequence, 1, "v", 0, len(numbers))
+    read = read_rows(ledger.kv, sequence, 1, "v", 0, len(numbers))
     return all(map(np.array_equal, read, rows_of(numbers, "v", 1)))
 
 
@@ -461,7 +473,7 @@ def test_any_request_may_follow_any_other(world: World, first: str, second: str)
     for name in ("a loan ends", "memory is taken back", "the K/V is trimmed"):
         PAIRS[name](ledger)
     ledger.attach(100)
-    assert ledger.experts.usable_slots >= ledger.plan.slots
+    assert ledger.experts.usable_slots >= slots_at_start(ledger.plan)
     assert world.said == []
 
 

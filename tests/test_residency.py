@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cache_world import BLOBS, EXPERTS, World, overwrite
+from cache_world import BLOBS, EXPERTS, World, has_free_slots, overwrite, owner_of
 
 from strata_nb.cache.experts import Tier
 from strata_nb.cache.policy import Counts, Insertion, Mask, Moves, Ranks, static
@@ -93,14 +93,14 @@ def test_who_leaves_is_read_in_place_and_who_comes_from_a_slot(world: World) -> 
     arena = world.ledger.experts
     residency, (small, large) = residency_of(world)
     arena.fill([(0, 0), (0, 1), (2, 0), (2, 1), (1, 0), (1, 1)])
-    assert not arena.has_free_slots
+    assert not has_free_slots(arena)
     small.next = Moves([(0, 0), (1, 1)], [(1, 3), (1, 2)])
     large.next = Moves([(0, 1)], [(0, 3)])
     residency.after(1)
     for expert in [(0, 0), (2, 1), (1, 1)]:
         assert arena.expert_tier[expert] == Tier.IN_PLACE
     there = [(0, 1), (2, 0), (2, 3), (2, 2), (1, 0), (1, 3)]
-    assert {arena.owner(slot) for slot in range(6)} == set(there)
+    assert {owner_of(arena, slot) for slot in range(6)} == set(there)
     for layer, expert in there:
         overwrite(world.host.address + int(world.host.offsets[layer, expert]), 16)
         assert np.array_equal(world.named_blob(layer, expert), world.blob(layer, expert))
@@ -120,7 +120,7 @@ def test_a_copy_that_fails_leaves_slots_free_that_the_next_step_fills(world: Wor
     residency.after(1)
     world.check()
     assert arena.resident == 5
-    assert arena.has_free_slots
+    assert has_free_slots(arena)
     assert (residency.inserted, residency.inserted_bytes) == (0, 0)
     small.next = Moves([], [(1, 3)])
     residency.after(1)

@@ -9,17 +9,17 @@ import pytest
 from strata_nb import Engine, Options, Sampling, story_model
 from strata_nb.cache.policy import Insertion, LeastRecent, Static
 from strata_nb.cache.profile import Profile, load_profile, rank_by_use
-from strata_nb.cache.replay import Trace, optimum, replay
+from strata_nb.cache.replay import Routes, optimum, replay
 from strata_nb.cache.routing import count_use, load_trace
 
 LAYERS, EXPERTS = 8, 32
-DOCUMENT = Path(__file__).parent.parent / "docs" / "design.md"
+DOCUMENT = Path(__file__).parent / "data" / "document.txt"
 TOKENS = 1024
 TURN = 128  # tokens
 
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Routes]:
     """Routes of twice as many tokens as are replayed: profiles are learned from the first half."""
     path = tmp_path_factory.mktemp("routes") / "routes.npy"
     with Engine.open(Options(threads=1, routing_trace=path)) as engine:
@@ -56,7 +56,7 @@ def written(engine: Engine, tokens: int) -> list[int]:
 @pytest.mark.parametrize("percent", [10, 25, 50])
 @pytest.mark.parametrize("text", ["stories", "a document", "turns"])
 def test_ours_is_no_worse_than_lru_and_than_profiles(
-    traces: dict[str, Trace], text: str, percent: int
+    traces: dict[str, Routes], text: str, percent: int
 ) -> None:
     """Half a point of hits is allowed; profiles are the model's own, and of an earlier part."""
     slots = LAYERS * EXPERTS * percent // 100
@@ -69,6 +69,6 @@ def test_ours_is_no_worse_than_lru_and_than_profiles(
         assert best.hit_rate - ours < 0.3  # no policy sees the future
 
 
-def hit_rates(trace: Trace, profile: Profile, slots: int) -> list[float]:
+def hit_rates(routes: Routes, profile: Profile, slots: int) -> list[float]:
     policies = (Insertion(profile.ranks()), LeastRecent(LAYERS, EXPERTS), Static(LAYERS, EXPERTS))
-    return [replay(trace, EXPERTS, one, slots, profile.order()).hit_rate for one in policies]
+    return [replay(routes, EXPERTS, one, slots, profile.order()).hit_rate for one in policies]

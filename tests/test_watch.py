@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cache_world import owner_of
 from console import Console as CommandLine
 from device_world import make_tiny, opened, random_tokens, read
 from rich.console import Console
@@ -43,14 +44,14 @@ def test_a_look_is_what_the_ledger_and_the_tables_say(tiny: Path) -> None:
         assert sum(look.chunks.values()) == account.capacity
         assert (look.chunks["kv"], look.chunks["experts"]) == (account.kv, account.experts)
         assert look.kv_cells - look.free_cells == 3 * 64
-        held = look.kv_heat() * look.chunk_bytes
+        held = look.kv_fill() * look.chunk_bytes
         assert held.sum() == 3 * model.kv.layout.block_bytes
         assert len(look.resident) == model.arena.resident > 0
         assert np.array_equal(look.use, model.arena.use)
         layout, values = model.arena.layout, np.random.default_rng(0).random(look.use.shape)
         wanted = np.zeros(look.chunks["experts"])
         for slot in range(model.arena.usable_slots):
-            owner = model.arena.owner(slot)
+            owner = owner_of(model.arena, slot)
             if owner is not None:
                 at, size = layout.offset(slot), layout.blob_bytes[owner[0]]
                 first_chunk, last = at // look.chunk_bytes, (at + size - 1) // look.chunk_bytes
@@ -73,29 +74,41 @@ def test_cells_are_one_a_chunk_and_lie_above_each_other_where_there_are_many() -
 
 
 def test_a_cell_is_brighter_where_more_is_going_on() -> None:
-    text = cells_text([("kv", heat) for heat in (0.0, 0.5, 1.0)], 10, 3, coloured=True)
+    text = cells_text([("kv", brightness) for brightness in (0.0, 0.5, 1.0)], 10, 3, coloured=True)
     blues = [int(re.findall(r"\d+", str(span.style))[2]) for span in text.spans]
     assert blues == sorted(set(blues))
 
 
 def test_the_heat_of_an_expert_fades_when_it_is_no_longer_used(tiny: Path) -> None:
     with Engine.open(Options(tiny, device=DEVICE, ctx_size=512)) as engine:
-        list(engine.generate([1, 2, 3], max_tokens=20, ignore_eos=True))
-        watch = Watch(engine, Console(file=io.StringIO(), force_terminal=True))
+        generation = engine.generate([1, 2, 3], max_tokens=20, ignore_eos=True)
+        list(generation)
+        watch = Watch(engine, generation, Console(file=io.StringIO(), force_terminal=True))
         look = engine.look()
         watch._follow(look)
         assert watch._heat is not None
         before = watch._heat.copy()
-        watch._tokens += 16
+        generation.generated += 16
         watch._follow(look)
         assert np.allclose(watch._heat, before / 2)
+
+
+def test_the_rate_is_of_tokens_whatever_pieces_are_written(tiny: Path) -> None:
+    with Engine.open(Options(tiny, device=DEVICE, ctx_size=512)) as engine:
+        generation = engine.generate([1, 2, 3], max_tokens=5, ignore_eos=True)
+        with Watch(engine, generation, Console(file=io.StringIO(), force_terminal=True)) as watch:
+            watch.write("the prompt\n")
+            assert "tok/s" not in watch._figures(engine.look())
+            list(generation)
+            watch.write("\n")
+            assert f" {4 / generation.decode_s:.1f} tok/s" in watch._figures(engine.look())
 
 
 def test_whole_lines_go_above_the_panel_and_the_last_one_is_written_at_the_end(tiny: Path) -> None:
     out = io.StringIO()
     with Engine.open(Options(tiny, device=DEVICE, ctx_size=512)) as engine:
         console = Console(file=out, force_terminal=True, no_color=True, width=60, height=24)
-        with Watch(engine, console) as watch:
+        with Watch(engine, engine.generate([1]), console) as watch:
             for piece in (
                 "One [b]upon[/b]",
                 " a time\n\nthere",
@@ -109,7 +122,7 @@ def test_whole_lines_go_above_the_panel_and_the_last_one_is_written_at_the_end(t
     assert text.endswith("an end")
     assert "╭─ host:1x16MiB@64KiB, chunks of 64.0 KiB" in text
     assert re.search(r"│ E+K+", text)
-    assert re.search(r"K/V 0 of \d+ cells", text)
+    assert re.search(r"K/V 64 of \d+ cells", text)
 
 
 @pytest.mark.parametrize(("width", "height"), [(20, 5), (5, 20), (8, 3)])
@@ -119,7 +132,7 @@ def test_nothing_of_the_panel_is_left_on_a_terminal_that_is_too_small_for_it(
     out = io.StringIO()
     with Engine.open(Options(tiny, device=DEVICE, ctx_size=512)) as engine:
         console = Console(file=out, force_terminal=True, no_color=True, width=width, height=height)
-        with Watch(engine, console) as watch:
+        with Watch(engine, engine.generate([1]), console) as watch:
             watch.write("One\n")
     below = 0  # lines of the screen that the cursor has below its first
     for piece in re.findall(r"\n|\x1b\[1A", out.getvalue()):

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from strata_nb.errors import ConfigError, StrataError
 
-Trace = NDArray[np.int16]
+Routes = NDArray[np.int16]
 
 # Standard deviations of the parts of a score; the wandering part has 1.
 POPULARITY = 0.5
@@ -68,7 +68,7 @@ def make_routes(
     tokens: int = 4096,
     topic: int = 1500,
     seed: int = 0,
-) -> Trace:
+) -> Routes:
     """Return the trace (tokens, layers, top_k); ConfigError for sizes that make none."""
     if min(layers, top_k, tokens, topic) < 1 or not top_k < experts <= 2**15:
         raise ConfigError(
@@ -83,7 +83,7 @@ def make_routes(
 
 def _layer_routes(
     rng: np.random.Generator, experts: int, top_k: int, tokens: int, topic: int
-) -> Trace:
+) -> Routes:
     """Return the routes (tokens, top_k) of one layer."""
     wandering = rng.standard_normal(experts)
     popularity = POPULARITY * rng.standard_normal(experts)
@@ -99,7 +99,7 @@ def _layer_routes(
     return routes
 
 
-def measure(trace: Trace, experts: int) -> Statistics:
+def measure(trace: Routes, experts: int) -> Statistics:
     """Return the statistics of the first layer of a trace (tokens, layers, top_k)."""
     routes = trace[:, 0].astype(np.int64)
     tokens, top_k = routes.shape

@@ -61,8 +61,8 @@ class ExpertArena:
 
     A slot is free, or holds one expert, or is *draining*: its expert left, and work that began
     before may still read it. The caller says when that has ended (`reclaim`); before, nothing is
-    written to it [7]. No driver call but `fill` and `insert`, which copy and wait. What comes into
-    a slot or leaves one is announced (docs/trace.md).
+    written to it [7]. No driver call but `fill` and `move`, which copy and wait. What comes into a
+    slot or leaves one is announced (docs/trace.md).
     """
 
     def __init__(
@@ -185,15 +185,6 @@ class ExpertArena:
         """How many experts have a slot."""
         return int(np.count_nonzero(self._owner != NOBODY))
 
-    @property
-    def has_free_slots(self) -> bool:
-        """Whether any slot could take an expert of its size."""
-        return any(self._free)
-
-    def owner(self, slot: int) -> tuple[int, int] | None:
-        """Return layer and number of the expert in a slot, or None."""
-        return None if self._owner[slot] == NOBODY else self._expert_in(slot)
-
     def fill(self, order: Iterable[tuple[int, int]]) -> int:
         """Give experts (layer, number) free slots of their size, in this order.
 
@@ -212,19 +203,6 @@ class ExpertArena:
                 placed[layer, expert] = free.pop()
         self._load(placed)
         return len(placed)
-
-    def insert(self, layer: int, expert: int, slot: int) -> None:
-        """Copy an expert to a free slot, wait, and let the tables name it.
-
-        On DriverError the expert is still read in place and the slot is free.
-        """
-        size_class = self.layout.class_of_layer[layer]
-        if slot not in self._free[size_class]:
-            state = "draining" if slot in self._draining else "not free, or not of its size"
-            raise RuleViolation(7, f"expert {expert} of layer {layer} to slot {slot}: {state}")
-        if self.expert_tier[layer, expert] == Tier.SLOT:
-            raise RuleViolation(3, f"expert {expert} of layer {layer} has a slot")
-        self._load({(layer, expert): slot})
 
     def evict(self, layer: int, expert: int) -> int:
         """Let the tables name the host's copy again; returns the slot, which is draining."""

@@ -19,26 +19,12 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from strata_nb.addresses import memory_view
-from strata_nb.cache.kv_layout import BLOCK_CELLS, KVLayout, Part, blocks_for
+from strata_nb.cache.kv_layout import BLOCK_CELLS, KVLayout, blocks_for
 from strata_nb.errors import ConfigError, OutOfDeviceMemory, RuleViolation
 from strata_nb.execution import ExecutionDriver
-
-
-class StoredHeads(NamedTuple):
-    """Hold cells of one layer and part as they are stored, rows first.
-
-    values   (cells, kv heads, head length), as the cache type has them
-    scales   (cells, kv heads, groups) float16; no groups where the values are floats
-    """
-
-    values: npt.NDArray[Any]
-    scales: npt.NDArray[np.float16]
 
 
 @dataclass(slots=True)
@@ -244,39 +230,6 @@ class KVCache:
         self._open[number].length = self._open[number].room = length
         return number
 
-    # Cells that the host can address.
-
-    def write_rows(
-        self, sequence: int, layer: int, part: Part, first: int, rows: StoredHeads
-    ) -> None:
-        """Store cells first, first + 1, ... of a layer; there must be room for them.
-
-        Only on a device whose memory the host can address, and for no speed.
-        """
-        held, count = self._open[sequence], len(rows.values)
-        if not held.length <= first <= first + count <= held.room:
-            where = f"[{first}, {first + count})"
-            raise RuleViolation(14, f"cells {where}, may write [{held.length}, {held.room})")
-        for row, stored in enumerate(self._cells(held, layer, part, range(first, first + count))):
-            stored.values[...] = rows.values[row]
-            stored.scales[...] = rows.scales[row]
-
-    def read_rows(
-        self, sequence: int, layer: int, part: Part, first: int, count: int
-    ) -> StoredHeads:
-        """Return a copy of `count` written cells of a layer; the same restrictions."""
-        held = self._open[sequence]
-        if not 0 <= first <= first + count <= held.length:
-            where = f"[{first}, {first + count})"
-            raise RuleViolation(14, f"cells {where}, written are [0, {held.length})")
-        cells = list(self._cells(held, layer, part, range(first, first + count)))
-        plane, heads = self.layout.plane(part), self.layout.kv_heads
-        values = np.empty((count, heads, plane.length), plane.value_type)
-        scales = np.empty((count, heads, plane.groups), plane.scale_type)
-        for row, stored in enumerate(cells):
-            values[row], scales[row] = stored
-        return StoredHeads(values, scales)
-
     def check_integrity(self, covers: Callable[[int, int], bool]) -> None:
         """Raise RuleViolation unless table, sequences and free blocks say the same.
 
@@ -344,23 +297,3 @@ class KVCache:
         heapq.heappop(self._free)
         self._hold(sequence, index, block)
         self._let_go(shared)
-
-    def _cells(self, held: _Sequence, layer: int, part: Part, cells: range) -> list[StoredHeads]:
-        """Return a view of each cell: values (kv heads, head length), scales (kv heads, groups)."""
-        plane = self.layout.plane(part)
-        offset, size = self.layout.part_offset(layer, part), plane.size_bytes
-        views = []
-        for cell in cells:
-            index, row = divmod(cell, BLOCK_CELLS)
-            address = self._address(held.blocks[index]) + offset
-            planes = memory_view(address, self.layout.kv_heads * size)
-            by_head = planes.reshape(self.layout.kv_heads, size)
-            values = by_head[:, : plane.scales_offset].view(plane.value_type)
-            scales = by_head[:, plane.scales_offset :].view(plane.scale_type)
-            views.append(
-                StoredHeads(
-                    values[:, row * plane.length : (row + 1) * plane.length],
-                    scales[:, row * plane.groups : (row + 1) * plane.groups],
-                )
-            )
-        return views

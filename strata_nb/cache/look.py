@@ -55,15 +55,15 @@ class Look:
             np.add.at(heat, (first + step)[inside], here[inside])
         return heat
 
-    def kv_heat(self) -> npt.NDArray[np.float64]:
+    def kv_fill(self) -> npt.NDArray[np.float64]:
         """Return for each chunk of the K/V the share of its bytes that sequences hold."""
-        heat = np.zeros(self.chunks["kv"])
+        fill = np.zeros(self.chunks["kv"])
         for start in self.blocks.tolist():
             at, end = start, start + self.block_bytes
             while at < end:
                 chunk = at // self.chunk_bytes
                 until = min(end, (chunk + 1) * self.chunk_bytes)
-                if chunk < len(heat):
-                    heat[chunk] += until - at
+                if chunk < len(fill):
+                    fill[chunk] += until - at
                 at = until
-        return heat / self.chunk_bytes
+        return fill / self.chunk_bytes

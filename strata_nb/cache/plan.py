@@ -62,7 +62,6 @@ class Plan:
     capacity        chunks that the ledger may ever have: what is asked for, or what the device
                     beside dense weights holds, also where others have a part of it now
     start           what is mapped at the start
-    slots           expert slots at the start, also if a chunk more would hold another
     kv_reach        chunks that the K/V can grow to beside the floor, as others are now
     most_slots      that there may ever be
     floor_chunks    of the arena that hold one slot a layer
@@ -73,7 +72,6 @@ class Plan:
     chunk_bytes: int
     capacity: int
     start: Holdings
-    slots: int
     kv_reach: int
     most_slots: int
     floor_chunks: int
@@ -136,7 +134,6 @@ def plan_capacity(needs: Needs, free_bytes: int, total_bytes: int, chunk_bytes: 
         chunk_bytes,
         capacity=min(beside_dense, kv_chunks + arena_chunks),
         start=Holdings(experts=arena, kv=kv),
-        slots=least,
         kv_reach=min(kv_chunks, room - floor),
         most_slots=most_slots,
         floor_chunks=floor,

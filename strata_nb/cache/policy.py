@@ -12,8 +12,8 @@ token, some drafted ones or a prompt batch; whatever it is, time is counted in t
     swap      who was used often though it has no slot   every N windows  an expert a swap
 
 The last column counts as if a miss that crosses the link to be computed with were written to its
-slot as it passes, so that only a swap fetches what has passed before. Host devices have no link, and
-`Residency` copies whoever comes once more, between steps.
+slot as it passes, so that only a swap fetches what has passed before. Host devices have no link:
+there `Residency` copies whoever comes once more, between steps.
 
 Two rules hold for all: an expert that the window used never leaves, and no layer falls below its
 floor because experts of others are hotter. Layers whose experts differ in size cannot trade slots:

@@ -1,7 +1,8 @@
 """Replay recorded routes against a policy, or against what could not be better.
 
-A trace is int16 (tokens, layers, top_k), see `routing`. Each token is a window: its choices meet
-the residency that the windows before it left, then the policy moves. All experts have one size.
+Routes are integers (tokens, layers, top_k), as `routing` records them. Each token is a window: its
+choices meet the residency that the windows before it left, then the policy moves. All experts have
+one size.
 
 `optimum` is Belady's rule with bypass: of what is resident or was just used, keep what is used
 soonest. It starts with what is used first and has no floors. Nothing that brings only misses of the
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from strata_nb.cache.policy import Policy
 
-Trace = npt.NDArray[np.integer]
+Routes = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True)
@@ -54,18 +55,18 @@ class Outcome:
 
 
 def replay(
-    trace: Trace, experts: int, policy: Policy, slots: int, start: Iterable[tuple[int, int]]
+    routes: Routes, experts: int, policy: Policy, slots: int, start: Iterable[tuple[int, int]]
 ) -> Outcome:
-    """Replay a trace of some tokens; the first `slots` experts (layer, number) of `start` begin."""
-    tokens, layers, top_k = trace.shape
+    """Replay routes; the first `slots` experts (layer, number) of `start` begin."""
+    tokens, layers, top_k = routes.shape
     resident = np.zeros((layers, experts), bool)
     for (layer, expert), _ in zip(start, range(slots), strict=False):
         resident[layer, expert] = True
     rows = np.repeat(np.arange(layers), top_k)
     used = np.zeros((layers, experts), np.int64)
     hits = written = 0
-    for routes in trace:
-        chosen = routes.reshape(-1)
+    for choices in routes:
+        chosen = choices.reshape(-1)
         hits += int(resident[rows, chosen].sum())
         used[:] = 0
         used[rows, chosen] = 1
@@ -76,13 +77,13 @@ def replay(
             resident[layer, expert] = True
         written += len(moves.inserted)
     fetched = written if policy.fetches else 0
-    return Outcome(tokens, trace.size, hits, written, fetched)
+    return Outcome(tokens, routes.size, hits, written, fetched)
 
 
-def optimum(trace: Trace, experts: int, slots: int) -> Outcome:
+def optimum(routes: Routes, experts: int, slots: int) -> Outcome:
     """Return what nothing that knows the future could do better; see above."""
-    tokens, layers, top_k = trace.shape
-    numbers = trace.reshape(tokens, -1) + experts * np.repeat(np.arange(layers), top_k)
+    tokens, layers, top_k = routes.shape
+    numbers = routes.reshape(tokens, -1) + experts * np.repeat(np.arange(layers), top_k)
     next_use = np.full(layers * experts, tokens)
     after = np.empty(numbers.shape, np.int64)  # the next use of each that is used
     for token in range(tokens - 1, -1, -1):
@@ -102,4 +103,4 @@ def optimum(trace: Trace, experts: int, slots: int) -> Outcome:
             latest = np.argsort(next_use[held], kind="stable")[-leaving:]
             resident[held[latest]] = False
         written += int((resident[numbers[token]] & ~found).sum())
-    return Outcome(tokens, trace.size, hits, written, 0)
+    return Outcome(tokens, routes.size, hits, written, 0)

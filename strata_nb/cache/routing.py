@@ -52,7 +52,7 @@ class RoutingTrace:
 
 
 def load_trace(path: str | os.PathLike[str]) -> npt.NDArray[np.int16]:
-    """Read a trace: int16 (tokens, layers, top_k). Raises FileFormatError and OSError."""
+    """Read routes, int16 (tokens, layers, top_k). Raises FileFormatError and OSError."""
     try:
         # Mapped, the file must hold what it promises: no memory is asked for on its word.
         mapped = np.lib.format.open_memmap(path, mode="r")
@@ -61,21 +61,21 @@ def load_trace(path: str | os.PathLike[str]) -> npt.NDArray[np.int16]:
     if mapped.dtype != np.int16 or mapped.ndim != 3:
         found = f"{mapped.dtype} {mapped.shape}"
         raise FileFormatError(path, 0, f"{found}, a routing trace is int16 (tokens, layers, top-k)")
-    trace = np.array(mapped)
-    if not trace.size:
-        raise FileFormatError(path, 0, f"a routing trace of no choices: {trace.shape}")
-    order = np.sort(trace, axis=2)
+    routes = np.array(mapped)
+    if not routes.size:
+        raise FileFormatError(path, 0, f"a routing trace of no choices: {routes.shape}")
+    order = np.sort(routes, axis=2)
     if order.min() < 0 or np.any(order[..., 1:] == order[..., :-1]):
         wrong = (order[..., 0] < 0) | np.any(order[..., 1:] == order[..., :-1], axis=2)
         token, layer = np.argwhere(wrong)[0]
         raise FileFormatError(
-            path, None, f"token {token}, layer {layer}: experts {trace[token, layer].tolist()}"
+            path, None, f"token {token}, layer {layer}: experts {routes[token, layer].tolist()}"
         )
-    return trace
+    return routes
 
 
-def count_use(trace: npt.NDArray[np.integer], experts: int) -> npt.NDArray[np.int64]:
+def count_use(routes: npt.NDArray[np.integer], experts: int) -> npt.NDArray[np.int64]:
     """Return how often each expert was chosen: (layers, experts)."""
-    layers = trace.shape[1]
-    numbers = trace.astype(np.int64) + experts * np.arange(layers)[:, None]
+    layers = routes.shape[1]
+    numbers = routes.astype(np.int64) + experts * np.arange(layers)[:, None]
     return np.bincount(numbers.reshape(-1), minlength=layers * experts).reshape(layers, experts)

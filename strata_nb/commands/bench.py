@@ -10,7 +10,7 @@ import numpy as np
 
 from strata_nb.cache import policy
 from strata_nb.cache.profile import Profile, load_profile, rank_by_use
-from strata_nb.cache.replay import Outcome, Trace, optimum, replay
+from strata_nb.cache.replay import Outcome, Routes, optimum, replay
 from strata_nb.cache.routing import count_use, load_trace
 from strata_nb.commands.arguments import Arguments
 from strata_nb.errors import ConfigError
@@ -24,10 +24,10 @@ OPTIMUM = "optimum"
 
 
 class Case(NamedTuple):
-    """A trace that is replayed, and the profile that slots are filled from before."""
+    """Routes that are replayed, and the profile that slots are filled from before."""
 
     name: str
-    trace: Trace
+    routes: Routes
     experts: int
     profile: Profile
     learned_from: str
@@ -84,9 +84,9 @@ def measure(case: Case, budget: float, makers: dict[str, policy.Maker]) -> Itera
     slots = int(case.profile.layers * case.experts * budget / 100)
     ranks = case.profile.ranks()
     for name, make in makers.items():
-        outcome = replay(case.trace, case.experts, make(ranks), slots, case.profile.order())
+        outcome = replay(case.routes, case.experts, make(ranks), slots, case.profile.order())
         yield Line(budget, slots, name, outcome)
-    yield Line(budget, slots, OPTIMUM, optimum(case.trace, case.experts, slots))
+    yield Line(budget, slots, OPTIMUM, optimum(case.routes, case.experts, slots))
 
 
 def _lead(lines: list[Line]) -> float:
@@ -108,7 +108,7 @@ def _text(line: Line, best: Outcome, slot_bytes: int | None) -> str:
 
 
 def _title(case: Case) -> str:
-    tokens, layers, top_k = case.trace.shape
+    tokens, layers, top_k = case.routes.shape
     return (
         f"{case.name}: {tokens:,} tokens of {layers} layers, {top_k} of {case.experts} experts; "
         f"profile of {case.learned_from}; what is moved is a token's"
@@ -125,33 +125,33 @@ def _read(load: Callable[[], Read], path: str) -> Read:
 
 
 def _case(path: str, arguments: Arguments) -> Case:
-    trace = _read(lambda: load_trace(path), path)
+    routes = _read(lambda: load_trace(path), path)
     learn, given = arguments.path("--learn"), arguments.path("--expert-profile")
     if learn is not None and given is not None:
         raise ConfigError("--learn and --expert-profile: both given", hint="give one of them")
     learned = _read(lambda: load_trace(str(learn)), str(learn)) if learn is not None else None
-    if learned is not None and learned.shape[1:] != trace.shape[1:]:
+    if learned is not None and learned.shape[1:] != routes.shape[1:]:
         raise ConfigError(
-            f"--learn {learn}: (layers, top-k) {learned.shape[1:]}, of {path} {trace.shape[1:]}",
+            f"--learn {learn}: (layers, top-k) {learned.shape[1:]}, of {path} {routes.shape[1:]}",
             hint="give a trace of the same model",
         )
-    experts = _experts(path, trace, learned, arguments.integer("--experts"))
-    layers = trace.shape[1]
+    experts = _experts(path, routes, learned, arguments.integer("--experts"))
+    layers = routes.shape[1]
     if given is not None:
         profile = _read(lambda: load_profile(str(given), layers, experts), given)
-        return Case(path, trace, experts, profile, given)
+        return Case(path, routes, experts, profile, given)
     if learned is not None:
-        return Case(path, trace, experts, rank_by_use(count_use(learned, experts)), str(learn))
-    half = len(trace) // 2
+        return Case(path, routes, experts, rank_by_use(count_use(learned, experts)), str(learn))
+    half = len(routes) // 2
     if not half:
         raise ConfigError(f"{path}: one token, too few to learn from", hint="give --learn FILE")
-    profile = rank_by_use(count_use(trace[:half], experts))
-    return Case(path, trace[half:], experts, profile, f"the {half:,} tokens before")
+    profile = rank_by_use(count_use(routes[:half], experts))
+    return Case(path, routes[half:], experts, profile, f"the {half:,} tokens before")
 
 
-def _experts(path: str, trace: Trace, learned: Trace | None, given: int | None) -> int:
+def _experts(path: str, routes: Routes, learned: Routes | None, given: int | None) -> int:
     """Return how many experts a layer has."""
-    named = 1 + max(int(some.max()) for some in (trace, learned) if some is not None)
+    named = 1 + max(int(some.max()) for some in (routes, learned) if some is not None)
     if given is not None and not named <= given <= np.iinfo(np.int16).max + 1:
         raise ConfigError(
             f"--experts {given}: {path} names {named}", hint=f"give {named} or more, up to 32768"

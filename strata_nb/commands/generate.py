@@ -140,7 +140,7 @@ def run(arguments: Arguments) -> int:
             before = prompt.text if prompt.shown else ""
             with notes_later(engine):
                 if watched:
-                    with Watch(engine) as watch:
+                    with Watch(engine, generation) as watch:
                         write_answer(generation, figures, figures.prompt_s, before, watch.write)
                 else:
                     write_answer(generation, figures, figures.prompt_s, dimmed(before))

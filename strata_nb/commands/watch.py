@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb.commands.arguments import Arguments
-from strata_nb.engine import Engine
+from strata_nb.engine import Engine, Generation
 from strata_nb.errors import ConfigError
 from strata_nb.models.description import bytes_text
 from strata_nb.options import REFERENCE
@@ -70,19 +70,24 @@ def watch_from(arguments: Arguments) -> bool:
 
 
 class Watch:
-    """Draw the panel while the block runs; `write` takes the text, piece by piece."""
+    """Draw the panel while the block runs; `write` takes the text, piece by piece.
 
-    def __init__(self, engine: Engine, console: Console | None = None) -> None:
+    generation   that writes it, whose tokens are counted: a piece may be the prompt, or no token
+    """
+
+    def __init__(
+        self, engine: Engine, generation: Generation, console: Console | None = None
+    ) -> None:
         from rich.console import Console
         from rich.live import Live
 
         self._engine = engine
+        self._generation = generation
         self._console = console or Console(highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._line = ""  # what is written of the last line
         self._drawn_s = 0.0
-        self._tokens = self._tokens_drawn = 0
-        self._began_s = time.perf_counter()
+        self._tokens_drawn = 0
         self._heat: npt.NDArray[np.float64] | None = None  # of experts, and their use before
         self._use: npt.NDArray[np.int64] | None = None
         self._kv_chunks: int | None = None
@@ -113,7 +118,6 @@ class Watch:
         *whole, self._line = (self._line + text).split("\n")
         for line in whole:
             self._console.print(Text(line), soft_wrap=True)
-        self._tokens += 1
         if whole or time.perf_counter() - self._drawn_s >= FRAME_S:
             self._draw()
 
@@ -125,8 +129,8 @@ class Watch:
 
     def _follow(self, look: Look) -> None:
         """Take over what has changed since the look before."""
-        steps = self._tokens - self._tokens_drawn
-        self._tokens_drawn = self._tokens
+        steps = self._generation.generated - self._tokens_drawn
+        self._tokens_drawn = self._generation.generated
         use = look.use.astype(np.float64)
         if self._heat is None or self._use is None:
             self._heat = use
@@ -159,13 +163,13 @@ class Watch:
         return Group(*written, panel)
 
     def _cells(self, look: Look) -> Iterator[tuple[str, float]]:
-        """Yield owner and heat, 0 to 1, of every chunk."""
+        """Yield owner and brightness, 0 to 1, of every chunk."""
         arena = look.arena_heat(self._heat) if self._heat is not None else np.zeros(0)
         most = max(1e-9, float(arena.max(initial=0.0)))
-        heats = {"experts": np.sqrt(arena / most), "kv": look.kv_heat()}
+        lit = {"experts": np.sqrt(arena / most), "kv": look.kv_fill()}
         for owner in _COLOURS:
-            for heat in heats.get(owner, np.ones(look.chunks[owner])).tolist():
-                yield owner, min(1.0, heat)
+            for brightness in lit.get(owner, np.ones(look.chunks[owner])).tolist():
+                yield owner, min(1.0, brightness)
 
     def _owners(self, look: Look) -> Text:
         from rich.text import Text
@@ -188,18 +192,19 @@ class Watch:
             parts.append(f"{len(look.resident):,} experts in {look.slots:,} slots")
         if look.slots and look.hits + look.misses:
             parts.append(f"{look.hits / (look.hits + look.misses):.1%} hits")
-        took_s = time.perf_counter() - self._began_s
-        if self._tokens and took_s:
-            parts.append(f"{self._tokens / took_s:.1f} tok/s")
+        if self._generation.generated > 1:  # the first is not of `decode_s`
+            rate = (self._generation.generated - 1) / self._generation.decode_s
+            parts.append(f"{rate:.1f} tok/s")
         return " · ".join(parts)
 
 
 def cells_text(
     cells: list[tuple[str, float]], width: int, most_rows: int, *, coloured: bool
 ) -> Text:
-    """Return (owner, heat) cells in rows of `width`; two lie above each other where that helps.
+    """Return cells, (owner, brightness), in rows of `width`.
 
-    Where there are too many even so, the last are counted. Without colour each is a letter.
+    Two lie above each other where that helps. Where there are too many even so, the last are
+    counted. Without colour each is a letter.
     """
     from rich.text import Text
 
@@ -209,24 +214,25 @@ def cells_text(
     if not doubled:
         for at in range(0, len(shown), width):
             text.append("\n" if at else "")
-            for owner, heat in shown[at : at + width]:
+            for owner, brightness in shown[at : at + width]:
                 letter, _, colour = _COLOURS[owner]
-                text.append("■" if coloured else letter, _style(colour, heat) if coloured else "")
+                style = _style(colour, brightness) if coloured else ""
+                text.append("■" if coloured else letter, style)
     for at in range(0, len(shown) if doubled else 0, 2 * width):
         text.append("\n" if at else "")
         upper, lower = shown[at : at + width], shown[at + width : at + 2 * width]
-        for column, (owner, heat) in enumerate(upper):
-            style = _style(_COLOURS[owner][2], heat)
+        for column, (owner, brightness) in enumerate(upper):
+            style = _style(_COLOURS[owner][2], brightness)
             if column < len(lower):
-                below, warmth = lower[column]
-                style += f" on {_style(_COLOURS[below][2], warmth)}"
+                below, bright_below = lower[column]
+                style += f" on {_style(_COLOURS[below][2], bright_below)}"
             text.append("▀", style)
     if len(cells) > len(shown):
         text.append(f"\nand {len(cells) - len(shown):,} more")
     return text
 
 
-def _style(colour: Colour, heat: float) -> str:
-    bright = DIM + (1 - DIM) * heat
-    red, green, blue = (round(part * bright) for part in colour)
+def _style(colour: Colour, brightness: float) -> str:
+    share = DIM + (1 - DIM) * brightness
+    red, green, blue = (round(part * share) for part in colour)
     return f"rgb({red},{green},{blue})"
