@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+import gpu_launches
 import pytest
 from hypothesis import settings
 from vocab_files import VocabFiles
@@ -33,6 +34,12 @@ def smollm2() -> Path:
         pytest.skip(missing)
     (path,) = Path(package.origin).parent.glob("*.gguf")
     return path
+
+
+@pytest.fixture(params=["simulated"])
+def gpu() -> gpu_launches.Run:
+    """What runs one launch of a GPU kernel; see `gpu_launches.simulated`."""
+    return gpu_launches.simulated
 
 
 @pytest.fixture(scope="session")

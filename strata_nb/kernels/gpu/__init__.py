@@ -1,0 +1,5 @@
+"""The kernels of the table for graphics cards, written once for NVIDIA and AMD.
+
+intrinsics.py   the instructions that Python lacks, by name
+compile.py      Numba makes machine code of a kernel: the only importer of numba.cuda
+"""

@@ -1,0 +1,30 @@
+"""Find the GPU kernel of each launch of a program: the cards' side of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.program import Launch
+from strata_nb.kernels.table import KERNELS
+
+# Each kernel of the table: what returns its function for a launch; None where a card has nothing to
+# do, because another kernel reads rows where they are.
+_FUNCTIONS: dict[str, Callable[[Launch], GpuKernel] | None] = {}
+
+
+def gpu_kernel(launch: Launch) -> GpuKernel | None:
+    """Return what runs a launch, None if nothing has to; ValueError for an unknown variant."""
+    find = _FUNCTIONS[launch.kernel]
+    return None if find is None else find(launch)
+
+
+def arguments_of(launch: Launch) -> dict[str, int]:
+    """Return a launch's arguments by the table's names."""
+    names = [argument.name for argument in KERNELS[launch.kernel].arguments]
+    return dict(zip(names, launch.arguments, strict=True))
+
+
+def argument_kinds(launch: Launch) -> list[str]:
+    """Return the kinds of a launch's arguments: address, integer or float."""
+    return [argument.kind for argument in KERNELS[launch.kernel].arguments]
