@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from strata_nb.errors import UnsupportedDevice
@@ -72,6 +73,11 @@ def ptx_code(kernel: Function, kinds: Sequence[str], threads: int) -> str:
     return str(text)
 
 
+def cubin_of(kernel: Function, kinds: Sequence[str], threads: int, target: str) -> Cubin:
+    """Return a kernel's machine code for a target such as "sm_90"."""
+    return link(ptx_code(kernel, kinds, threads), target)
+
+
 def link(ptx: str, target: str) -> Cubin:
     """Return the cubin of PTX for a target such as "sm_90"; works without a card."""
     bindings = _numba().nvjitlink
@@ -113,6 +119,20 @@ def _log(bindings: Any, handle: Any, kind: str) -> str:
 
 
 # -- Numba -----------------------------------------------------------------------------------------
+
+
+def toolkit_versions() -> str:
+    """Return the versions of what compiles; UnsupportedDevice where something is missing."""
+    _numba()
+    names = ("numba", "numba-cuda", "llvmlite", "nvidia-nvvm", "nvidia-nvjitlink")
+    return " ".join(f"{name} {_version(name)}" for name in names)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "of the system"  # a toolkit that was not installed as a package of Python
 
 
 class _Numba(NamedTuple):
@@ -230,9 +250,3 @@ def _assembly(intrinsic: Intrinsic, text: str, constraints: str) -> Callable[...
         return builder.call(made, arguments)
 
     return emit
-
-
-def check_kernel(kernel: Any, kinds: Sequence[str], targets: Sequence[str]) -> dict[str, Cubin]:
-    """Return a kernel's cubin for each target."""
-    ptx = ptx_code(kernel.function, kinds, kernel.threads)
-    return {target: link(ptx, target) for target in targets}
