@@ -7,9 +7,6 @@ Signs are a bit a value, set for minus.
 The points of IQ1 have coordinates -1, 0 and 1, to which an eighth is added, or from which it is
 taken. Their table has a nibble for each (coordinate + 1), which makes it a quarter of what the host
 has; four coordinates become four bytes of eighths by a shift and an addition.
-
-Every field of these types is aligned to the width of its pieces, however few rows a group has:
-widths are powers of two that do not grow from field to field, and a block is whole pieces of each.
 """
 
 from __future__ import annotations
@@ -32,11 +29,11 @@ from strata_nb.kernels.gpu.intrinsics import (
     i32,
 )
 from strata_nb.kernels.gpu.operations import Function
-from strata_nb.kernels.gpu.weights import Sub, place_of
+from strata_nb.kernels.gpu.weights import Decoder, place_of
 from strata_nb.packing import fields
 from strata_nb.quants import iq_grids
 
-_T = TensorType
+T = TensorType
 _BLOCK_SUB_BLOCKS = 8
 
 
@@ -71,7 +68,7 @@ def _piece_place(kind: TensorType, name: str) -> Function:
     piece = place_of(field)
     shift = (_BLOCK_SUB_BLOCKS // field.pieces).bit_length() - 1  # sub-blocks that share a piece
 
-    def place(group: Any, rows_in_group: Any, row: Any, sub_blocks: Any, s: Any) -> Any:
+    def place(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         return piece(group, rows_in_group, row, sub_blocks >> 3, s >> shift)
 
     return place
@@ -116,12 +113,12 @@ def _odd_eighths(scale: Any, steps: Any) -> Any:
 
 
 def _iq2_xxs() -> Function:
-    kind = _T.IQ2_XXS
+    kind = T.IQ2_XXS
     words_place = _piece_place(kind, "grid_and_signs")
     scale_place = _piece_place(kind, "scale")
     point = _signed_point(_IQ2_XXS)
 
-    def decode(group: Any, rows_in_group: Any, row: Any, sub_blocks: Any, s: Any) -> Any:
+    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         indices, signs = fetch_2xi32(words_place(group, rows_in_group, row, sub_blocks, s))
         q0, q1 = point(indices & 255, _even_signs(signs & 127))
         q2, q3 = point(indices >> 8 & 255, _even_signs(signs >> 7 & 127))
@@ -135,12 +132,12 @@ def _iq2_xxs() -> Function:
 
 
 def _iq2_xs() -> Function:
-    kind = _T.IQ2_XS
+    kind = T.IQ2_XS
     words_place = _piece_place(kind, "grid_and_signs")
     scale_place, steps_place = _piece_place(kind, "scale"), _piece_place(kind, "group_scales")
     point = _signed_point(_IQ2_XS)
 
-    def decode(group: Any, rows_in_group: Any, row: Any, sub_blocks: Any, s: Any) -> Any:
+    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         first, second = fetch_2xi32(words_place(group, rows_in_group, row, sub_blocks, s))
         q0, q1 = point(first & 511, _even_signs(first >> 9 & 127))
         q2, q3 = point(first >> 16 & 511, _even_signs(first >> 25 & 127))
@@ -156,13 +153,13 @@ def _iq2_xs() -> Function:
 
 
 def _iq2_s() -> Function:
-    kind = _T.IQ2_S
+    kind = T.IQ2_S
     low_place, high_place = _piece_place(kind, "grid_low"), _piece_place(kind, "grid_high")
     signs_place = _piece_place(kind, "signs")
     scale_place, steps_place = _piece_place(kind, "scale"), _piece_place(kind, "group_scales")
     point = _signed_point(_IQ2_S)
 
-    def decode(group: Any, rows_in_group: Any, row: Any, sub_blocks: Any, s: Any) -> Any:
+    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         indices = fetch_i32(low_place(group, rows_in_group, row, sub_blocks, s))
         above = fetch_u8(high_place(group, rows_in_group, row, sub_blocks, s))
         signs = fetch_i32(signs_place(group, rows_in_group, row, sub_blocks, s))
@@ -183,12 +180,12 @@ def _iq2_s() -> Function:
 
 
 def _iq3_xxs() -> Function:
-    kind = _T.IQ3_XXS
+    kind = T.IQ3_XXS
     grid_place, signs_place = _piece_place(kind, "grid"), _piece_place(kind, "signs_and_scales")
     scale_place = _piece_place(kind, "scale")
     table = _IQ3_XXS
 
-    def decode(group: Any, rows_in_group: Any, row: Any, sub_blocks: Any, s: Any) -> Any:
+    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         first, second = fetch_2xi32(grid_place(group, rows_in_group, row, sub_blocks, s))
         word = fetch_i32(signs_place(group, rows_in_group, row, sub_blocks, s))
         signs_0, signs_1 = _even_signs(word & 127), _even_signs(word >> 7 & 127)
@@ -209,13 +206,13 @@ def _iq3_xxs() -> Function:
 
 
 def _iq3_s() -> Function:
-    kind = _T.IQ3_S
+    kind = T.IQ3_S
     low_place, high_place = _piece_place(kind, "grid_low"), _piece_place(kind, "grid_high")
     signs_place = _piece_place(kind, "signs")
     scale_place, steps_place = _piece_place(kind, "scale"), _piece_place(kind, "group_scales")
     table = _IQ3_S
 
-    def decode(group: Any, rows_in_group: Any, row: Any, sub_blocks: Any, s: Any) -> Any:
+    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         first, second = fetch_2xi32(low_place(group, rows_in_group, row, sub_blocks, s))
         above = fetch_u8(high_place(group, rows_in_group, row, sub_blocks, s))
         signs = fetch_i32(signs_place(group, rows_in_group, row, sub_blocks, s))
@@ -251,11 +248,11 @@ def _shifted_point(index: Any, down: Any) -> Any:
 
 
 def _iq1_s() -> Function:
-    kind = _T.IQ1_S
+    kind = T.IQ1_S
     low_place, word_place = _piece_place(kind, "grid_low"), _piece_place(kind, "high_and_scales")
     scale_place = _piece_place(kind, "scale")
 
-    def decode(group: Any, rows_in_group: Any, row: Any, sub_blocks: Any, s: Any) -> Any:
+    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         indices = fetch_i32(low_place(group, rows_in_group, row, sub_blocks, s))
         word = fetch_u16(word_place(group, rows_in_group, row, sub_blocks, s))
         down = word >> 15
@@ -271,11 +268,11 @@ def _iq1_s() -> Function:
 
 
 def _iq1_m() -> Function:
-    kind = _T.IQ1_M
+    kind = T.IQ1_M
     low_place, high_place = _piece_place(kind, "grid_low"), _piece_place(kind, "grid_high")
     scales_place = _piece_place(kind, "scales")
 
-    def decode(group: Any, rows_in_group: Any, row: Any, sub_blocks: Any, s: Any) -> Any:
+    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         indices = fetch_i32(low_place(group, rows_in_group, row, sub_blocks, s))
         above = fetch_u16(high_place(group, rows_in_group, row, sub_blocks, s))
         q0, q1 = _shifted_point(indices & 255 | (above & 7) << 8, above >> 3 & 1)
@@ -295,21 +292,12 @@ def _iq1_m() -> Function:
     return decode
 
 
-def describe(kind: TensorType) -> Sub | None:
-    """Return how the kernels read a type of this file; None for another."""
-    match kind:
-        case _T.IQ2_XXS:
-            return Sub(_iq2_xxs())
-        case _T.IQ2_XS:
-            return Sub(_iq2_xs(), halves=True)
-        case _T.IQ2_S:
-            return Sub(_iq2_s(), halves=True)
-        case _T.IQ3_XXS:
-            return Sub(_iq3_xxs())
-        case _T.IQ3_S:
-            return Sub(_iq3_s())
-        case _T.IQ1_S:
-            return Sub(_iq1_s())
-        case _T.IQ1_M:
-            return Sub(_iq1_m(), halves=True)
-    return None
+DECODERS: dict[TensorType, Decoder] = {
+    T.IQ2_XXS: Decoder(_iq2_xxs()),
+    T.IQ2_XS: Decoder(_iq2_xs(), halves=True),
+    T.IQ2_S: Decoder(_iq2_s(), halves=True),
+    T.IQ3_XXS: Decoder(_iq3_xxs()),
+    T.IQ3_S: Decoder(_iq3_s()),
+    T.IQ1_S: Decoder(_iq1_s()),
+    T.IQ1_M: Decoder(_iq1_m(), halves=True),
+}
