@@ -14,11 +14,11 @@ from typing import Protocol, TypeVar
 
 from strata_nb.execution import Driver
 from strata_nb.host import HostDriver, parse_host_devices
-from strata_nb.kernels.host import activations
 from strata_nb.kernels.host.ahead import compile_ahead
 from strata_nb.kernels.host.functions import WorkSpace, prepare
 from strata_nb.kernels.host.threads import PreparedProgram, Threads
 from strata_nb.kernels.program import Program
+from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.tracing import Recorder, RecordingDriver
 
 Progress = Callable[[int, int], object]
@@ -101,7 +101,7 @@ class HostBackend:
             self.driver = RecordingDriver(self.driver, recorder)
 
     def packed_row_bytes(self, values: int) -> int:
-        return activations.row_bytes(values)
+        return row_bytes(values)
 
     def compile(self, programs: Sequence[Program], progress: Progress | None, say: Say) -> None:
         compile_ahead(programs, progress=progress, say=say)

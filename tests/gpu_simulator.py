@@ -16,6 +16,7 @@ import ctypes
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +80,7 @@ def run(
                     lanes.clear()
                     made = [greenlet(bound) for _ in range(threads)]
                     for thread, one in enumerate(made):
+                        one.gr_context = copy_context()  # in which the errstate holds
                         lanes[one] = _Lane(thread, (x, y, z), shared)
                     _run_block(made, words)
 

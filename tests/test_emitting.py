@@ -19,9 +19,9 @@ from strata_nb.errors import ConfigError
 from strata_nb.formats import TensorType, tensor_bytes
 from strata_nb.gguf import GGUFFile
 from strata_nb.host import HostDriver, parse_host_devices
-from strata_nb.kernels.host.activations import row_bytes
 from strata_nb.kernels.host.threads import PreparedProgram
 from strata_nb.kernels.program import Launch, Program
+from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.table import KERNELS
 from strata_nb.models.places import Buffers, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
