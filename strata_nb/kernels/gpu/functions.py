@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.activations import quantise_kernel
 from strata_nb.kernels.gpu.embedding import embed_kernel
+from strata_nb.kernels.gpu.gating import gated_add_kernel, silu_mul_kernel
 from strata_nb.kernels.gpu.linear import linear_kernel
+from strata_nb.kernels.gpu.normalising import rms_norm_kernel
 from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.gpu.routing import expert_group_kernel, router_top_k_kernel
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
 
@@ -15,8 +19,21 @@ from strata_nb.kernels.table import KERNELS
 # do, because another kernel reads rows where they are.
 _FUNCTIONS: dict[str, Callable[[Launch], GpuKernel] | None] = {
     "embed": lambda launch: embed_kernel(_weights(launch)),
+    "rms_norm": lambda launch: rms_norm_kernel(arguments_of(launch)["width"]),
+    "quantise": lambda _: quantise_kernel(),
     "linear": lambda launch: linear_kernel(_weights(launch), arguments_of(launch)["values"]),
+    "silu_mul": lambda _: silu_mul_kernel(),
+    "router_top_k": lambda launch: _router(arguments_of(launch)),
+    "expert_group": lambda _: expert_group_kernel(),
+    "expert_gather": None,
+    "gated_add": lambda _: gated_add_kernel(),
 }
+
+
+def gpu_kernel(launch: Launch) -> GpuKernel | None:
+    """Return what runs a launch, None if nothing has to; ValueError for an unknown variant."""
+    find = _FUNCTIONS[launch.kernel]
+    return None if find is None else find(launch)
 
 
 def _weights(launch: Launch) -> TensorType:
@@ -25,10 +42,8 @@ def _weights(launch: Launch) -> TensorType:
     return launch.variant
 
 
-def gpu_kernel(launch: Launch) -> GpuKernel | None:
-    """Return what runs a launch, None if nothing has to; ValueError for an unknown variant."""
-    find = _FUNCTIONS[launch.kernel]
-    return None if find is None else find(launch)
+def _router(arguments: dict[str, int]) -> GpuKernel:
+    return router_top_k_kernel(arguments["experts"], arguments["top_k"])
 
 
 def arguments_of(launch: Launch) -> dict[str, int]:
