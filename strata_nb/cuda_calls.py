@@ -62,8 +62,8 @@ class Calls:
         return self._process != os.getpid()
 
     def contexts(self) -> list[int]:
-        """Return the devices that have a context, in the order in which they got it."""
-        return list(self._contexts)
+        """Return the devices with a context that can be called, in the order they got it."""
+        return [device for device in self._contexts if device not in self._lost]
 
     def call(
         self,

@@ -27,6 +27,7 @@ from strata_nb.host_memory import HostDevice
 UNIT = 2 << 20
 INVALID_CONTEXT = 201
 NOT_FOUND = 500
+CAPTURE_UNSUPPORTED = 900
 NAMES = {
     0: "CUDA_SUCCESS",
     1: "CUDA_ERROR_INVALID_VALUE",
@@ -36,9 +37,12 @@ NAMES = {
     101: "CUDA_ERROR_INVALID_DEVICE",
     201: "CUDA_ERROR_INVALID_CONTEXT",
     500: "CUDA_ERROR_NOT_FOUND",
+    600: "CUDA_ERROR_NOT_READY",
     700: "CUDA_ERROR_ILLEGAL_ADDRESS",
     719: "CUDA_ERROR_LAUNCH_FAILED",
     803: "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+    900: "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+    999: "CUDA_ERROR_UNKNOWN",
 }
 ATTRIBUTES = {
     cuda.VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: 1,
@@ -210,6 +214,8 @@ class HostTable:
         self._thread.device = None if context is None else context - 0xC0
 
     def _cuCtxSynchronize(self) -> None:
+        if self._captures:
+            raise Broken(CAPTURE_UNSUPPORTED)
         self.host.synchronize(self._current())
 
     def _cuCtxGetStreamPriorityRange(self, least: Any, greatest: Any) -> None:
@@ -293,6 +299,8 @@ class HostTable:
         self.host.stream_destroy(stream)
 
     def _cuStreamSynchronize(self, stream: int) -> None:
+        if stream in self._captures:
+            raise Broken(CAPTURE_UNSUPPORTED)
         self.host.stream_synchronize(stream)
 
     def _cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
