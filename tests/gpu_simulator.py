@@ -194,10 +194,18 @@ def _nearest(x: np.float32) -> int:
     return int(np.rint(x))
 
 
+def _levels_of(word: int, *levels: int) -> tuple[int, int]:
+    table = struct.pack("<4i", *levels)
+    nibbles = [(byte & 15, byte >> 4 & 15) for byte in _bytes_of(word)]
+    low, high = (bytes(table[one] for one in half) for half in zip(*nibbles, strict=True))
+    return int.from_bytes(low, "little", signed=True), int.from_bytes(high, "little", signed=True)
+
+
 _PLAIN: dict[str, Callable[..., Any]] = {
     "dp4a": lambda a, b, c: _signed(
         c + sum(x * y for x, y in zip(_bytes_of(a), _bytes_of(b), strict=True)), 32
     ),
+    "levels_of": _levels_of,
     "bits_of_f32": lambda x: int(np.float32(x).view(np.int32)),
     "f32_of_bits": lambda bits: np.array(bits, np.int32).view(np.float32)[()],
     "f32_of_half": _half,

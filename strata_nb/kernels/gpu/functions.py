@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.activations import quantise_kernel
+from strata_nb.kernels.gpu.embedding import embed_kernel
 from strata_nb.kernels.gpu.gating import gated_add_kernel, silu_mul_kernel
+from strata_nb.kernels.gpu.linear import linear_kernel
 from strata_nb.kernels.gpu.normalising import rms_norm_kernel
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.routing import expert_group_kernel, router_top_k_kernel
@@ -22,7 +25,15 @@ _FUNCTIONS: dict[str, Callable[[Launch], GpuKernel] | None] = {
     "router_top_k": lambda launch: _router(arguments_of(launch)),
     "expert_group": lambda _: expert_group_kernel(),
     "expert_gather": None,
+    "embed": lambda launch: embed_kernel(_weights(launch)),
+    "linear": lambda launch: linear_kernel(_weights(launch), arguments_of(launch)["values"]),
 }
+
+
+def _weights(launch: Launch) -> TensorType:
+    if not isinstance(launch.variant, TensorType):
+        raise ValueError(f"{launch.label}: {launch.variant!r} is no type of weights")
+    return launch.variant
 
 
 def gpu_kernel(launch: Launch) -> GpuKernel | None:

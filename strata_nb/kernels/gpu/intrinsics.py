@@ -204,6 +204,9 @@ fetch_2xi32 = Intrinsic(
 fetch_4xi32 = Intrinsic(
     "fetch_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", _global, constant=True)
 )
+fetch_4xf32 = Intrinsic(
+    "fetch_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _global, constant=True)
+)
 
 store_f32 = Intrinsic("store_f32", "void(i64, f32)", body=_store("f32", _global), orders=True)
 store_i64 = Intrinsic("store_i64", "void(i64, i64)", body=_store("i64", _global), orders=True)
@@ -398,6 +401,75 @@ dp4a = Intrinsic(
     "i32(i32, i32, i32)",
     ptx=("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r"),
     amdgpu=_amd_dp4a,
+)
+
+
+def _levels(permute: str, emit: Callable[[Any, Any, list[Any]], tuple[Any, Any]]) -> Emit:
+    """Return what looks nibbles up by a vendor's instruction that permutes the bytes of two words.
+
+    emit   of the builder, the instruction and the arguments: the two results
+    """
+
+    def whole(builder: Any, arguments: list[Any]) -> Any:
+        ir = _ir()
+        call = _call(permute, "i32(i32, i32, i32)")
+        pair = ir.Constant(llvm_type("2xi32"), ir.Undefined)
+        found = emit(builder, lambda *words: call(builder, list(words)), arguments)
+        for number, one in enumerate(found):
+            pair = builder.insert_value(pair, one, number)
+        return pair
+
+    return whole
+
+
+def _nvidia_levels(builder: Any, permute: Any, arguments: list[Any]) -> tuple[Any, Any]:
+    """Four nibbles of a word select four bytes of eight; their highest bits then one of two.
+
+    The selector is the lower half of a word, and the highest bit of a nibble in it repeats the sign
+    of the byte instead: it is masked, and chooses between the lower and the upper eight levels.
+    """
+    ir = _ir()
+    word, a, b, c, d = arguments
+
+    def constant(value: int) -> Any:
+        return ir.Constant(ir.IntType(32), value)
+
+    below = builder.and_(word, constant(0x77777777))
+    above = builder.lshr(builder.and_(word, constant(0x88888888)), constant(1))
+    choice = builder.or_(above, constant(0x32103210))
+    halves = []
+    for shift in (constant(0), constant(16)):
+        selector = builder.lshr(below, shift)
+        lower, upper = permute(a, b, selector), permute(c, d, selector)
+        halves.append(permute(lower, upper, builder.lshr(choice, shift)))
+    return permute(*halves, constant(0x6420)), permute(*halves, constant(0x7531))
+
+
+def _amd_levels(builder: Any, permute: Any, arguments: list[Any]) -> tuple[Any, Any]:
+    """Each byte of a selector chooses one byte of eight; numbers count from the second word."""
+    ir = _ir()
+    word, a, b, c, d = arguments
+
+    def constant(value: int) -> Any:
+        return ir.Constant(ir.IntType(32), value)
+
+    found = []
+    for shift in (constant(0), constant(4)):
+        nibbles = builder.lshr(word, shift)
+        selector = builder.and_(nibbles, constant(0x07070707))
+        above = builder.lshr(builder.and_(nibbles, constant(0x08080808)), constant(1))
+        lower, upper = permute(b, a, selector), permute(d, c, selector)
+        found.append(permute(upper, lower, builder.or_(above, constant(0x03020100))))
+    return found[0], found[1]
+
+
+# Of sixteen bytes, given as four words, those that the low nibbles of a word number, and those that
+# its high nibbles number.
+levels_of = Intrinsic(
+    "levels_of",
+    "2xi32(i32, i32, i32, i32, i32)",
+    ptx=_levels("llvm.nvvm.prmt", _nvidia_levels),
+    amdgpu=_levels("llvm.amdgcn.perm", _amd_levels),
 )
 
 
