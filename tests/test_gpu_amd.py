@@ -1,0 +1,108 @@
+"""Kernels of cards stay free of what only NVIDIA has: each becomes code for AMD's cards as well.
+
+They are written once and compiled for NVIDIA; whether the other bodies of the intrinsics are right
+shows here only as far as a compiler can tell. Nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import amdgpu_lowering
+import pytest
+from gpu_launches import shaped
+
+from strata_nb.formats import CACHE_TYPES, TensorType
+from strata_nb.kernels.gpu.compile import llvm_code
+from strata_nb.kernels.gpu.functions import argument_kinds, gpu_kernel
+from strata_nb.kernels.gpu.intrinsics import SHARED_NAME
+from strata_nb.kernels.table import KERNELS
+from strata_nb.packing import PACKED, UNPACKED
+
+T = TensorType
+CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
+WEIGHTS = sorted(PACKED | UNPACKED)
+
+# Sizes of a model of the usual kind, by the table's names.
+SIZES = {
+    "width": 2048,
+    "values": 2048,
+    "outputs": 768,
+    "parts": 1,
+    "times": 1,
+    "experts": 128,
+    "top_k": 8,
+    "heads": 32,
+    "kv_heads": 4,
+    "length": 128,
+    "planes": 64,
+    "key_length": 128,
+    "value_length": 128,
+    "vocabulary": 4096,
+}
+
+VARIANTS: dict[str | None, list[Any]] = {
+    None: [None],
+    "weights": WEIGHTS,
+    "keys_values": list(product(CACHE_TYPES, repeat=2)),
+    "gate_up": list(product(WEIGHTS, repeat=2)),
+}
+
+# What every run looks at: each kernel, and for products one type of each way to decode a block.
+DECODED = [T.F16, T.Q4_0, T.Q8_0, T.Q4_K, T.Q6_K, T.IQ4_XS, T.IQ3_S, T.IQ1_M, T.MXFP4]
+FEW: dict[str, list[Any]] = {
+    "embed": [T.Q4_K],
+    "linear": DECODED,
+    "kv_append": [("f16", "int8")],
+    "attention": [("int8", "f16")],
+    "expert_gate_up": [(T.Q4_K, T.Q4_K)],
+    "expert_down": [T.Q6_K],
+}
+
+
+def few() -> Iterator[tuple[str, Any]]:
+    for name in KERNELS:
+        for variant in FEW.get(name, [None]):
+            yield name, variant
+
+
+def others() -> Iterator[tuple[str, Any]]:
+    """Yield the rest; of pairs of weights those of a type with itself, and a mixed one."""
+    for name, kernel in KERNELS.items():
+        for variant in VARIANTS[kernel.axis]:
+            same = kernel.axis != "gate_up" or variant[0] == variant[1]
+            if (same or variant == (T.Q4_K, T.F16)) and variant not in FEW.get(name, [None]):
+                yield name, variant
+
+
+def lower(name: str, variant: Any) -> None:
+    """Lower a kernel to machine code of every card, and look at what it is made of."""
+    kernel = KERNELS[name]
+    sizes = {one.name: SIZES[one.name] for one in kernel.arguments if one.name in SIZES}
+    launch = shaped(name, variant, **sizes)
+    found = gpu_kernel(launch)
+    if found is None:
+        return
+    library, entry = llvm_code(found.function, argument_kinds(launch), "amdgpu")
+    lowered = amdgpu_lowering.lower(library.llvm_strs, entry, found.name, found.threads, CARDS)
+    for card, code in lowered.items():
+        foreign = [one for one in code.declared if not one.startswith("llvm.")]
+        foreign += [one for one in code.declared if one.startswith("llvm.nvvm")]
+        assert not foreign, f"{found.name} calls what AMD's cards lack"
+        assert set(code.outside) <= {SHARED_NAME}
+        assert not code.assembly, f"{found.name} holds inline assembly"
+        assert not code.locals, f"{found.name}: locals in memory"
+        assert b"\0" + found.name.encode() + b".kd\0" in code.object, f"{found.name} on {card}"
+
+
+@pytest.mark.parametrize(("name", "variant"), few())
+def test_a_kernel_becomes_code_of_other_cards(name: str, variant: Any) -> None:
+    lower(name, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "variant"), others())
+def test_every_variant_becomes_code_of_other_cards(name: str, variant: Any) -> None:
+    lower(name, variant)
