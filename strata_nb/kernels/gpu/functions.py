@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.embedding import embed_kernel
+from strata_nb.kernels.gpu.linear import linear_kernel
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
 
 # Each kernel of the table: what returns its function for a launch; None where a card has nothing to
 # do, because another kernel reads rows where they are.
-_FUNCTIONS: dict[str, Callable[[Launch], GpuKernel] | None] = {}
+_FUNCTIONS: dict[str, Callable[[Launch], GpuKernel] | None] = {
+    "embed": lambda launch: embed_kernel(_weights(launch)),
+    "linear": lambda launch: linear_kernel(_weights(launch), arguments_of(launch)["values"]),
+}
+
+
+def _weights(launch: Launch) -> TensorType:
+    if not isinstance(launch.variant, TensorType):
+        raise ValueError(f"{launch.label}: {launch.variant!r} is no type of weights")
+    return launch.variant
 
 
 def gpu_kernel(launch: Launch) -> GpuKernel | None:

@@ -204,6 +204,9 @@ fetch_2xi32 = Intrinsic(
 fetch_4xi32 = Intrinsic(
     "fetch_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", _global, constant=True)
 )
+fetch_4xf32 = Intrinsic(
+    "fetch_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _global, constant=True)
+)
 
 store_f32 = Intrinsic("store_f32", "void(i64, f32)", body=_store("f32", _global), orders=True)
 store_i64 = Intrinsic("store_i64", "void(i64, i64)", body=_store("i64", _global), orders=True)
