@@ -7,6 +7,7 @@ from collections.abc import Callable
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.activations import quantise_kernel
 from strata_nb.kernels.gpu.embedding import embed_kernel
+from strata_nb.kernels.gpu.experts import expert_down_kernel, expert_gate_up_kernel
 from strata_nb.kernels.gpu.gating import gated_add_kernel, silu_mul_kernel
 from strata_nb.kernels.gpu.linear import linear_kernel
 from strata_nb.kernels.gpu.normalising import rms_norm_kernel
@@ -26,6 +27,12 @@ _FUNCTIONS: dict[str, Callable[[Launch], GpuKernel] | None] = {
     "router_top_k": lambda launch: _router(arguments_of(launch)),
     "expert_group": lambda _: expert_group_kernel(),
     "expert_gather": None,
+    "expert_gate_up": lambda launch: expert_gate_up_kernel(
+        *_gate_up(launch), arguments_of(launch)["values"]
+    ),
+    "expert_down": lambda launch: expert_down_kernel(
+        _weights(launch), arguments_of(launch)["values"]
+    ),
     "gated_add": lambda _: gated_add_kernel(),
 }
 
@@ -40,6 +47,13 @@ def _weights(launch: Launch) -> TensorType:
     if not isinstance(launch.variant, TensorType):
         raise ValueError(f"{launch.label}: {launch.variant!r} is no type of weights")
     return launch.variant
+
+
+def _gate_up(launch: Launch) -> tuple[TensorType, TensorType]:
+    match launch.variant:
+        case (TensorType() as gate, TensorType() as up):
+            return gate, up
+    raise ValueError(f"{launch.label}: {launch.variant!r} is no pair of types of weights")
 
 
 def _router(arguments: dict[str, int]) -> GpuKernel:
