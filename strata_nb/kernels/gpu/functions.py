@@ -4,13 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from strata_nb.formats import CACHE_TYPES
+from strata_nb.kernels.gpu import attention, rotation
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
 
+
+def _pair(launch: Launch) -> tuple[str, str]:
+    """Return the types of keys and values."""
+    pair = launch.variant
+    if not isinstance(pair, tuple) or len(pair) != 2 or not set(pair) <= set(CACHE_TYPES):
+        raise ValueError(f"{launch.label}: {pair!r} is no pair of types of a K/V cache")
+    keys, values = pair
+    return str(keys), str(values)
+
+
+def _kv_append(launch: Launch) -> GpuKernel:
+    given = arguments_of(launch)
+    return rotation.kv_append_kernel(*_pair(launch), given["key_length"], given["value_length"])
+
+
+def _attention(launch: Launch) -> GpuKernel:
+    given = arguments_of(launch)
+    group = given["heads"] // given["kv_heads"]
+    lengths = given["key_length"], given["value_length"]
+    return attention.attention_kernel(*_pair(launch), *lengths, group)
+
+
 # Each kernel of the table: what returns its function for a launch; None where a card has nothing to
 # do, because another kernel reads rows where they are.
-_FUNCTIONS: dict[str, Callable[[Launch], GpuKernel] | None] = {}
+_FUNCTIONS: dict[str, Callable[[Launch], GpuKernel] | None] = {
+    "rope": lambda _: rotation.rope_kernel(),
+    "kv_append": _kv_append,
+    "attention": _attention,
+}
 
 
 def gpu_kernel(launch: Launch) -> GpuKernel | None:
