@@ -3,61 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from strata_nb.formats import TensorType
+from strata_nb.formats import CACHE_TYPES, TensorType
 from strata_nb.kernels.gpu.activations import quantise_kernel
+from strata_nb.kernels.gpu.attention import attention_kernel
 from strata_nb.kernels.gpu.embedding import embed_kernel
 from strata_nb.kernels.gpu.experts import expert_down_kernel, expert_gate_up_kernel
 from strata_nb.kernels.gpu.gating import gated_add_kernel, silu_mul_kernel
 from strata_nb.kernels.gpu.linear import linear_kernel
 from strata_nb.kernels.gpu.normalising import rms_norm_kernel
-from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.gpu.operations import Arguments, GpuKernel
+from strata_nb.kernels.gpu.rotation import kv_append_kernel, rope_kernel
 from strata_nb.kernels.gpu.routing import expert_group_kernel, router_top_k_kernel
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
 
-# Each kernel of the table: what returns its function for a launch; None where a card has nothing to
-# do, because another kernel reads rows where they are.
-_FUNCTIONS: dict[str, Callable[[Launch], GpuKernel] | None] = {
-    "embed": lambda launch: embed_kernel(_weights(launch)),
-    "rms_norm": lambda launch: rms_norm_kernel(arguments_of(launch)["width"]),
-    "quantise": lambda _: quantise_kernel(),
-    "linear": lambda launch: linear_kernel(_weights(launch), arguments_of(launch)["values"]),
-    "silu_mul": lambda _: silu_mul_kernel(),
-    "router_top_k": lambda launch: _router(arguments_of(launch)),
-    "expert_group": lambda _: expert_group_kernel(),
+Find = Callable[[Any, Arguments], GpuKernel]
+
+# Each kernel of the table: what returns its function for a variant and arguments; None where a card
+# has nothing to do, because another kernel reads rows where they are.
+_FUNCTIONS: dict[str, Find | None] = {
+    "embed": lambda kind, _: embed_kernel(kind),
+    "rms_norm": lambda _, given: rms_norm_kernel(given["width"]),
+    "quantise": lambda _, __: quantise_kernel(),
+    "linear": lambda kind, given: linear_kernel(kind, given["values"]),
+    "rope": lambda _, __: rope_kernel(),
+    "kv_append": lambda pair, given: kv_append_kernel(
+        *pair, given["key_length"], given["value_length"]
+    ),
+    "attention": lambda pair, given: attention_kernel(
+        *pair, given["key_length"], given["value_length"], given["heads"] // given["kv_heads"]
+    ),
+    "silu_mul": lambda _, __: silu_mul_kernel(),
+    "router_top_k": lambda _, given: router_top_k_kernel(given["experts"], given["top_k"]),
+    "expert_group": lambda _, __: expert_group_kernel(),
     "expert_gather": None,
-    "expert_gate_up": lambda launch: expert_gate_up_kernel(
-        *_gate_up(launch), arguments_of(launch)["values"]
-    ),
-    "expert_down": lambda launch: expert_down_kernel(
-        _weights(launch), arguments_of(launch)["values"]
-    ),
-    "gated_add": lambda _: gated_add_kernel(),
+    "expert_gate_up": lambda pair, given: expert_gate_up_kernel(*pair, given["values"]),
+    "expert_down": lambda kind, given: expert_down_kernel(kind, given["values"]),
+    "gated_add": lambda _, __: gated_add_kernel(),
 }
 
 
 def gpu_kernel(launch: Launch) -> GpuKernel | None:
     """Return what runs a launch, None if nothing has to; ValueError for an unknown variant."""
     find = _FUNCTIONS[launch.kernel]
-    return None if find is None else find(launch)
+    axis, variant = KERNELS[launch.kernel].axis, launch.variant
+    expected = {
+        None: variant is None,
+        "weights": isinstance(variant, TensorType),
+        "gate_up": _is_pair(variant) and all(isinstance(one, TensorType) for one in variant),
+        "keys_values": _is_pair(variant) and all(one in CACHE_TYPES for one in variant),
+    }
+    if not expected[axis]:
+        raise ValueError(f"{launch.kernel} {launch.label}: no variant {variant!r} of {axis}")
+    return None if find is None else find(variant, arguments_of(launch))
 
 
-def _weights(launch: Launch) -> TensorType:
-    if not isinstance(launch.variant, TensorType):
-        raise ValueError(f"{launch.label}: {launch.variant!r} is no type of weights")
-    return launch.variant
-
-
-def _gate_up(launch: Launch) -> tuple[TensorType, TensorType]:
-    match launch.variant:
-        case (TensorType() as gate, TensorType() as up):
-            return gate, up
-    raise ValueError(f"{launch.label}: {launch.variant!r} is no pair of types of weights")
-
-
-def _router(arguments: dict[str, int]) -> GpuKernel:
-    return router_top_k_kernel(arguments["experts"], arguments["top_k"])
+def _is_pair(variant: Any) -> bool:
+    return isinstance(variant, tuple) and len(variant) == 2
 
 
 def arguments_of(launch: Launch) -> dict[str, int]:
