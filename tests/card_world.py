@@ -1,14 +1,15 @@
 """A simulated card: the unmodified CUDA driver and backend over host devices.
 
-Memory is moved by `cuda_table_of_host.HostTable`, kernels run in `gpu_simulator`. A card's memory is
-host memory there, so a kernel may read whatever the host has mapped: what it may not touch is for
-the tests of the kernels themselves.
+Memory is moved by `cuda_table_of_host.HostTable`, kernels run in `gpu_simulator`. A card's memory
+is host memory there, so a kernel may read whatever the host has mapped: what it may not touch is
+for the tests of the kernels themselves.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import gpu_simulator
@@ -69,8 +70,20 @@ class Simulated:
         return run
 
 
-def simulated_card(text: str = "cuda", *, threads: int = 1, **table: Any) -> CardBackend:
-    """Return a backend on a simulated card; `table` are the arguments of `HostTable`."""
+@contextmanager
+def simulated_card(**table: Any) -> Iterator[CardBackend]:
+    """Give a backend on a simulated card, on which nothing may be left in the end.
+
+    table   further arguments of `HostTable`
+    """
     simulated = Simulated()
-    driver = CudaDriver(HostTable(1, kernels={IMAGE: simulated.kernels}, **table))
-    return CardBackend(text, driver, 0, simulated, threads)
+    cards = HostTable(1, kernels={IMAGE: simulated.kernels}, **table)
+    backend = CardBackend("cuda", CudaDriver(cards), 0, simulated, 1)
+    try:
+        yield backend
+    finally:
+        backend.close()
+        left = cards.live()
+        cards.close()
+    assert left == {}
+    assert cards.refused == []

@@ -31,7 +31,7 @@ def on_host(tiny: Path) -> Iterator[Floats]:
 
 def test_a_model_on_a_card_gives_the_hosts_logits(tiny: Path, on_host: Floats) -> None:
     with (
-        closing(simulated_card(budget_bytes=2 * GIB)) as backend,
+        simulated_card(budget_bytes=2 * GIB) as backend,
         closing(load(backend, tiny, ctx=64, rows=8)) as model,
     ):
         logits = read(model, model.open_sequence(), random_tokens(3))

@@ -44,7 +44,7 @@ from make_model import make_model
 from model_shapes import LOGITS_SHAPES
 from oracle_llama_cpp import PROMPT_BATCH, distance, llama_cpp_logits
 from oracle_models import RANDOM_MODELS, float32_logits, random_ids, text_ids
-from results import write_result
+from results import device_name, write_result
 
 from strata_nb import Engine, Options
 from strata_nb.formats import DEQUANTISABLE, TensorType
@@ -189,13 +189,19 @@ def command(arguments: Mapping[str, str | None]) -> str:
 
 def store(name: str, device: str, command: str, tokens: int, results: Mapping[str, Result]) -> None:
     """Write the figures with all that they depend on."""
+    peer_packages = () if "--peer" in command else ("llama_cpp_python",)
     write_result(
         f"judge_{name}",
         "how far a device and llama.cpp are from the float32 forward, and the criteria: KL in "
         "nats, agreement of the best token, median over rows of |logits - float32| / |float32|",
         command,
-        {"device": device, "cpu_path": PATH.value, "tokens": tokens, "models": results},
-        ("numpy", "numba", "llvmlite", "llama_cpp_python"),
+        {
+            "device": device_name(device),
+            "cpu_path": PATH.value,
+            "tokens": tokens,
+            "models": results,
+        },
+        ("numpy", "numba", "llvmlite", *peer_packages),
     )
 
 

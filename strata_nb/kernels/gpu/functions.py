@@ -39,7 +39,7 @@ _FUNCTIONS: dict[str, Find | None] = {
     "router_top_k": lambda _, given: router_top_k_kernel(given["experts"], given["top_k"]),
     "expert_group": lambda _, __: expert_group_kernel(),
     "expert_gather": None,
-    "expert_gate_up": lambda pair, given: expert_gate_up_kernel(*pair, given["values"]),
+    "expert_gate_up": lambda pair, given: expert_gate_up_kernel(pair[0], pair[1], given["values"]),
     "expert_down": lambda kind, given: expert_down_kernel(kind, given["values"]),
     "gated_add": lambda _, __: gated_add_kernel(),
 }
@@ -52,16 +52,17 @@ def gpu_kernel(launch: Launch) -> GpuKernel | None:
     expected = {
         None: variant is None,
         "weights": isinstance(variant, TensorType),
-        "gate_up": _is_pair(variant) and all(isinstance(one, TensorType) for one in variant),
-        "keys_values": _is_pair(variant) and all(one in CACHE_TYPES for one in variant),
+        "gate_up": all(isinstance(one, TensorType) for one in _pair(variant)),
+        "keys_values": all(one in CACHE_TYPES for one in _pair(variant)),
     }
     if not expected[axis]:
         raise ValueError(f"{launch.kernel} {launch.label}: no variant {variant!r} of {axis}")
     return None if find is None else find(variant, arguments_of(launch))
 
 
-def _is_pair(variant: Any) -> bool:
-    return isinstance(variant, tuple) and len(variant) == 2
+def _pair(variant: Any) -> tuple[Any, Any]:
+    """Return a variant that is a pair, and two of nothing for one that is none."""
+    return variant if isinstance(variant, tuple) and len(variant) == 2 else (None, None)
 
 
 def arguments_of(launch: Launch) -> dict[str, int]:
