@@ -74,7 +74,7 @@ def place_of(field: Field) -> Function:
     before, width = field.before, field.width
 
     def place(group: int, rows_in_group: int, row: int, blocks: int, number: int) -> int:
-        return group + before * blocks * rows_in_group + (number * rows_in_group + row) * width
+        return group + i32(before * blocks * rows_in_group + (number * rows_in_group + row) * width)
 
     return place
 
