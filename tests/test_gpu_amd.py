@@ -6,7 +6,6 @@ shows here only as far as a compiler can tell. Nothing runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -22,6 +21,7 @@ from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
 
 T = TensorType
+Case = tuple[str, Any]  # a kernel of the table, a variant
 CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
 WEIGHTS = sorted(PACKED | UNPACKED)
 
@@ -62,19 +62,26 @@ FEW: dict[str, list[Any]] = {
 }
 
 
-def few() -> Iterator[tuple[str, Any]]:
-    for name in KERNELS:
-        for variant in FEW.get(name, [None]):
-            yield name, variant
+def few() -> list[Case]:
+    return [(name, variant) for name in KERNELS for variant in FEW.get(name, [None])]
 
 
-def others() -> Iterator[tuple[str, Any]]:
-    """Yield the rest; of pairs of weights those of a type with itself, and a mixed one."""
-    for name, kernel in KERNELS.items():
-        for variant in VARIANTS[kernel.axis]:
-            same = kernel.axis != "gate_up" or variant[0] == variant[1]
-            if (same or variant == (T.Q4_K, T.F16)) and variant not in FEW.get(name, [None]):
-                yield name, variant
+def others() -> list[Case]:
+    """Return the rest; of pairs of weights those of a type with itself, and a mixed one."""
+    found = [(name, one) for name, kernel in KERNELS.items() for one in VARIANTS[kernel.axis]]
+    seen, mixed = few(), ("expert_gate_up", (T.Q4_K, T.F16))
+    return [
+        (name, one)
+        for name, one in found
+        if (name, one) not in seen
+        and (name != "expert_gate_up" or one[0] == one[1] or (name, one) == mixed)
+    ]
+
+
+def label(case: Case) -> str:
+    name, variant = case
+    parts = variant if isinstance(variant, tuple) else (variant,)
+    return "-".join([name, *(getattr(one, "name", one) for one in parts if one is not None)])
 
 
 def lower(name: str, variant: Any) -> None:
@@ -97,12 +104,12 @@ def lower(name: str, variant: Any) -> None:
         assert b"\0" + found.name.encode() + b".kd\0" in code.object, f"{found.name} on {card}"
 
 
-@pytest.mark.parametrize(("name", "variant"), few())
-def test_a_kernel_becomes_code_of_other_cards(name: str, variant: Any) -> None:
-    lower(name, variant)
+@pytest.mark.parametrize("case", few(), ids=label)
+def test_a_kernel_becomes_code_of_other_cards(case: Case) -> None:
+    lower(*case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "variant"), others())
-def test_every_variant_becomes_code_of_other_cards(name: str, variant: Any) -> None:
-    lower(name, variant)
+@pytest.mark.parametrize("case", others(), ids=label)
+def test_every_variant_becomes_code_of_other_cards(case: Case) -> None:
+    lower(*case)
