@@ -93,15 +93,19 @@ def lower(name: str, variant: Any) -> None:
     if found is None:
         return
     library, entry = llvm_code(found.function, argument_kinds(launch), "amdgpu")
-    lowered = amdgpu_lowering.lower(library.llvm_strs, entry, found.name, found.threads, CARDS)
-    for card, code in lowered.items():
-        foreign = [one for one in code.declared if not one.startswith("llvm.")]
-        foreign += [one for one in code.declared if one.startswith("llvm.nvvm")]
-        assert not foreign, f"{found.name} calls what AMD's cards lack"
-        assert set(code.outside) <= {SHARED_NAME}
-        assert not code.assembly, f"{found.name} holds inline assembly"
-        assert not code.locals, f"{found.name}: locals in memory"
-        assert b"\0" + found.name.encode() + b".kd\0" in code.object, f"{found.name} on {card}"
+    foreign, objects = amdgpu_lowering.lower(
+        library.llvm_strs, entry, found.name, found.threads, SHARED_NAME, CARDS
+    )
+    assert not foreign, f"{found.name} needs what AMD's cards lack"
+    for card in CARDS:
+        code = objects[card]
+        sections = amdgpu_lowering.symbols(code)
+        assert sections[found.name], f"{found.name} is not in the code for {card}"
+        assert sections[f"{found.name}.kd"], "the descriptor is what a launch names"
+        unknown = [name for name, section in sections.items() if not section]
+        assert not unknown, f"{found.name} is not whole on {card}"
+        # In the object's notes, in which a zero is a zero byte: neither locals nor spills.
+        assert b".private_segment_fixed_size\0" in code, f"{found.name} uses memory on {card}"
 
 
 @pytest.mark.parametrize("case", few(), ids=label)
