@@ -7,6 +7,7 @@ from collections.abc import Callable
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.activations import quantise_kernel
 from strata_nb.kernels.gpu.embedding import embed_kernel
+from strata_nb.kernels.gpu.experts import expert_down_kernel, expert_gate_up_kernel
 from strata_nb.kernels.gpu.gating import gated_add_kernel, silu_mul_kernel
 from strata_nb.kernels.gpu.linear import linear_kernel
 from strata_nb.kernels.gpu.normalising import rms_norm_kernel
@@ -18,6 +19,8 @@ from strata_nb.kernels.table import KERNELS
 # Each kernel of the table: what returns its function for a launch; None where a card has nothing to
 # do, because another kernel reads rows where they are.
 _FUNCTIONS: dict[str, Callable[[Launch], GpuKernel] | None] = {
+    "embed": lambda launch: embed_kernel(_weights(launch)),
+    "linear": lambda launch: linear_kernel(_weights(launch), arguments_of(launch)["values"]),
     "rms_norm": lambda launch: rms_norm_kernel(arguments_of(launch)["width"]),
     "quantise": lambda _: quantise_kernel(),
     "silu_mul": lambda _: silu_mul_kernel(),
@@ -25,8 +28,12 @@ _FUNCTIONS: dict[str, Callable[[Launch], GpuKernel] | None] = {
     "router_top_k": lambda launch: _router(arguments_of(launch)),
     "expert_group": lambda _: expert_group_kernel(),
     "expert_gather": None,
-    "embed": lambda launch: embed_kernel(_weights(launch)),
-    "linear": lambda launch: linear_kernel(_weights(launch), arguments_of(launch)["values"]),
+    "expert_gate_up": lambda launch: expert_gate_up_kernel(
+        *_gate_up(launch), arguments_of(launch)["values"]
+    ),
+    "expert_down": lambda launch: expert_down_kernel(
+        _weights(launch), arguments_of(launch)["values"]
+    ),
 }
 
 
@@ -34,6 +41,13 @@ def _weights(launch: Launch) -> TensorType:
     if not isinstance(launch.variant, TensorType):
         raise ValueError(f"{launch.label}: {launch.variant!r} is no type of weights")
     return launch.variant
+
+
+def _gate_up(launch: Launch) -> tuple[TensorType, TensorType]:
+    match launch.variant:
+        case (TensorType() as gate, TensorType() as up):
+            return gate, up
+    raise ValueError(f"{launch.label}: {launch.variant!r} is no pair of types of weights")
 
 
 def gpu_kernel(launch: Launch) -> GpuKernel | None:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType, block_layout
+from strata_nb.kernels.gpu import grids, weights
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     dp4a,
@@ -27,10 +28,11 @@ from strata_nb.kernels.gpu.intrinsics import (
     thread_index,
 )
 from strata_nb.kernels.gpu.operations import Function
-from strata_nb.kernels.gpu.weights import DECODERS, Decoder
+from strata_nb.kernels.gpu.weights import Decoder
 from strata_nb.kernels.quantised_rows import HALF_SUMS, SCALES, SUMS
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
+DECODERS = weights.DECODERS | grids.DECODERS  # of all packed types
 WARP_SUB_BLOCKS = WARP // GROUP_ROWS  # that a warp takes at a time
 
 
