@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType, block_layout
+from strata_nb.kernels.gpu import grids, weights
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     dp4a,
@@ -31,10 +32,11 @@ from strata_nb.kernels.gpu.intrinsics import (
     thread_index,
 )
 from strata_nb.kernels.gpu.operations import Function
-from strata_nb.kernels.gpu.weights import DECODERS, Decoder
+from strata_nb.kernels.gpu.weights import Decoder
 from strata_nb.kernels.quantised_rows import HALF_SUMS, SCALES, SUB_BLOCK_BYTES, SUMS
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
+DECODERS = weights.DECODERS | grids.DECODERS  # of all packed types
 ROWS_AT_ONCE = 4  # that `group_products` takes
 WARP_SUB_BLOCKS = WARP // GROUP_ROWS  # that a warp takes at a time
 
@@ -62,13 +64,13 @@ def row_bytes_of(kind: TensorType) -> Function:
 def sub_block_dot(kind: TensorType) -> Function:
     """Return a device function that adds the product of one sub-block to a sum.
 
-    dot(total, weights, x, sub_blocks, s) -> float; weights are what `Decoder.decode` returned for
+    dot(total, decoded, x, sub_blocks, s) -> float; decoded is what `Decoder.decode` returned for
     sub-block s, x is the address of a quantised row of so many sub-blocks.
     """
     _, offset, halves, minima = decoder_of(kind)
 
-    def dot(total: Any, weights: Any, x: int, sub_blocks: int, s: int) -> Any:
-        a, b, c, d, e, f, g, h, scale, upper_scale, minimum, upper_minimum = weights
+    def dot(total: Any, decoded: Any, x: int, sub_blocks: int, s: int) -> Any:
+        a, b, c, d, e, f, g, h, scale, upper_scale, minimum, upper_minimum = decoded
         xa, xb, xc, xd = fetch_4xi32(x + SUB_BLOCK * s)
         xe, xf, xg, xh = fetch_4xi32(x + SUB_BLOCK * s + 16)
         lower = dp4a(d, xd, dp4a(c, xc, dp4a(b, xb, dp4a(a, xa, 0))))
@@ -168,11 +170,11 @@ def group_products(kind: TensorType) -> Function:
         xd = x + row_bytes * min(rows - 1, 3)
         a = b = c = d = f32(0.0)
         while s < sub_blocks:
-            weights = decode(group, rows_in_group, row, sub_blocks, s)
-            a = dot(a, weights, x, sub_blocks, s)
-            b = dot(b, weights, xb, sub_blocks, s)
-            c = dot(c, weights, xc, sub_blocks, s)
-            d = dot(d, weights, xd, sub_blocks, s)
+            decoded = decode(group, rows_in_group, row, sub_blocks, s)
+            a = dot(a, decoded, x, sub_blocks, s)
+            b = dot(b, decoded, xb, sub_blocks, s)
+            c = dot(c, decoded, xc, sub_blocks, s)
+            d = dot(d, decoded, xd, sub_blocks, s)
             s += WARP_SUB_BLOCKS * parts
         return _row_sum(a), _row_sum(b), _row_sum(c), _row_sum(d)
 
