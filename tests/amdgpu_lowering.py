@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,39 +25,36 @@ TRIPLE = "amdgcn-amd-amdhsa"
 # Pointers as AMD's cards have them (32 bits in shared memory), locals still in the common space.
 _SHARED_LAYOUT = "e-p:64:64:64-p3:32:32-i64:64-v16:16-v32:32-n32:64-S32"
 _CODE_OBJECT = 500  # version of the object's format
+_SYMBOL_TABLE, _SYMBOL_BYTES = 2, 24  # of ELF: a kind of section, and the size of an entry
 
 
 class Lowered(NamedTuple):
-    """Hold a kernel's object for one card, and what was seen on the way.
+    """Say what became of a kernel.
 
-    object       an ELF file, not linked
-    declared     names of functions that have no body
-    outside      names of variables that have no value
-    assembly     whether there is inline assembly
-    locals       variables that did not fit registers
+    foreign   what its code needs that AMD's LLVM lacks, in words; if anything, there is no object
+    objects   for each card an ELF file, not linked
     """
 
-    object: bytes
-    declared: list[str]
-    outside: list[str]
-    assembly: bool
-    locals: int
+    foreign: list[str]
+    objects: dict[str, bytes]
 
 
 def lower(
-    modules: Sequence[str], entry: str, name: str, threads: int, cards: Sequence[str]
-) -> dict[str, Lowered]:
-    """Return a kernel's object for each card, such as gfx1201.
+    modules: Sequence[str], entry: str, name: str, threads: int, shared: str, cards: Sequence[str]
+) -> Lowered:
+    """Lower a kernel for each card, such as gfx1201; AssertionError where LLVM gives up.
 
     modules   LLVM code: the kernel's and that of all it calls
     entry     name of the kernel in it; `name`: in the object
     threads   the most of a block
+    shared    name of the variable that stands for shared memory: its size comes with a launch
     """
     task = {
         "modules": list(modules),
         "entry": entry,
         "name": name,
         "threads": threads,
+        "shared": shared,
         "cards": list(cards),
     }
     done = subprocess.run(
@@ -66,10 +64,28 @@ def lower(
         text=True,
     )
     assert done.returncode == 0, f"{name} cannot be lowered: {done.stderr[-2000:]}"
-    return {
-        card: Lowered(bytes.fromhex(found.pop("object")), **found)
-        for card, found in json.loads(done.stdout).items()
-    }
+    found = json.loads(done.stdout)
+    objects = {card: bytes.fromhex(text) for card, text in found["objects"].items()}
+    return Lowered(found["foreign"], objects)
+
+
+def symbols(elf: bytes) -> dict[str, int]:
+    """Return the names of an object, each with the number of its section: 0 where it has none."""
+    sections_at, entry_size, count = struct.unpack_from("<40xQ10xHH", elf)
+    headers = [
+        struct.unpack_from("<IIQQQQIIQQ", elf, sections_at + entry_size * number)
+        for number in range(count)
+    ]
+    found: dict[str, int] = {}
+    for _, kind, _, _, start, size, names, *_ in headers:
+        if kind != _SYMBOL_TABLE:
+            continue
+        names_at = headers[names][4]
+        for place in range(start + _SYMBOL_BYTES, start + size, _SYMBOL_BYTES):  # the first is none
+            name_at, _, _, section = struct.unpack_from("<IBBH", elf, place)
+            name = elf[names_at + name_at : elf.index(b"\0", names_at + name_at)]
+            found[name.decode()] = section
+    return found
 
 
 # -- in the process of its own ---------------------------------------------------------------------
@@ -113,8 +129,17 @@ def _optimise(binding: Any, module: Any, machine: Any, level: int) -> None:
     builder.getModulePassManager().run(module, builder)
 
 
-def _lower_here(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    import llvmlite.binding as binding
+def _foreign(module: Any, shared: str) -> list[str]:
+    """Return what a module needs beside LLVM's own functions and shared memory."""
+    functions = [one.name for one in module.functions if one.is_declaration]
+    found = [one for one in functions if not one.startswith("llvm.") or "nvvm" in one]
+    variables = [one.name for one in module.global_variables if one.is_declaration]
+    found += [one for one in variables if one != shared]
+    return sorted(found) + ["inline assembly"] * (" asm " in str(module))
+
+
+def _lower_here(task: dict[str, Any]) -> dict[str, Any]:
+    from llvmlite import binding
 
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
@@ -124,26 +149,19 @@ def _lower_here(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for other in others:
         module.link_in(binding.parse_assembly(other))
     module.verify()
-    declared = sorted(one.name for one in module.functions if one.is_declaration)
-    outside = sorted(one.name for one in module.global_variables if one.is_declaration)
-    assembly = " asm " in str(module)
+    foreign = _foreign(module, task["shared"])
+    if foreign:
+        return {"foreign": foreign, "objects": {}}
     _optimise(binding, module, binding.Target.from_default_triple().create_target_machine(), 1)
-    text = str(module)
-    target, found = binding.Target.from_triple(TRIPLE), {}
+    text, target, objects = str(module), binding.Target.from_triple(TRIPLE), {}
     for card in task["cards"]:
         machine = target.create_target_machine(cpu=card, opt=3, reloc="pic")
         layout = str(machine.target_data)
         made = binding.parse_assembly(_as_kernel(text, name, card, task["threads"], layout))
         made.verify()
         _optimise(binding, made, machine, 3)
-        found[card] = {
-            "object": machine.emit_object(made).hex(),
-            "declared": declared,
-            "outside": outside,
-            "assembly": assembly,
-            "locals": len(re.findall(r"= alloca ", text)),
-        }
-    return found
+        objects[card] = machine.emit_object(made).hex()
+    return {"foreign": foreign, "objects": objects}
 
 
 if __name__ == "__main__":

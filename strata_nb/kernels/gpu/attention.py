@@ -42,7 +42,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     thread_index,
 )
 from strata_nb.kernels.gpu.operations import GpuKernel, warp_max, warp_sum
-from strata_nb.kernels.gpu.planes import keys_reader, plane_bytes, values_mixer
+from strata_nb.kernels.gpu.planes import keys_reader, plane_bytes, values_reader
 
 _THREADS = 256
 _PARTS_SHIFT = 2
@@ -71,24 +71,27 @@ def attention_kernel(
     Grid (heads, rows), 256 threads. Reads heads x rows x cells keys and values, of which a group's
     come from memory once if its blocks run together.
     """
-    loads, add = keys_reader(keys, key_length)
+    reader = keys_reader(keys, key_length)
+    loads, key_of, key_scales_of, add = reader.loads, reader.place_of, reader.scales_of, reader.add
     whole, rest = divmod(loads, _PARTS)
-    mix = values_mixer(values, value_length)
+    load_bytes = 4 * reader.values  # of the query
+    value_of, value_scale_of, mix = values_reader(values, value_length)
     columns = value_length // 4  # threads that share a cell's value
     slots = 1 << (min(BLOCK_CELLS, _THREADS // columns).bit_length() - 1)
-    turns = BLOCK_CELLS // slots
     key_plane, value_plane = plane_bytes(keys, key_length), plane_bytes(values, value_length)
     results = _QUERY + 4 * key_length
 
     def product(plane: int, cell: int, part: int) -> Any:
         """Return query times key, the same in the four threads of a cell."""
+        place, scales = key_of(plane, cell, part), key_scales_of(plane, cell)
+        query = _QUERY + load_bytes * part
         total = f32(0.0)
-        number = 0
-        while number < whole:
-            total = add(plane, cell, _PARTS * number + part, _QUERY, total)
-            number += 1
+        further = 0
+        while further < _PARTS * whole:
+            total = add(place, scales, query, further, total)
+            further += _PARTS
         if rest > 0 and part < rest:
-            total = add(plane, cell, _PARTS * whole + part, _QUERY, total)
+            total = add(place, scales, query, further, total)
         total += shuffle_xor_f32(total, 1)
         return total + shuffle_xor_f32(total, 2)
 
@@ -159,12 +162,14 @@ def attention_kernel(
 
             shrink = shared_load_f32(_SHRINK)
             a, b, c, d = a * shrink, b * shrink, c * shrink, d * shrink
-            turn = 0
-            while turn < turns:
-                taken = slots * turn + slot
-                weight = shared_load_f32(_WEIGHTS + 4 * taken)
-                a, b, c, d = mix(block + v_plane, taken, column, weight, taken < count, a, b, c, d)
-                turn += 1
+            place = value_of(block + v_plane, slot, column)
+            scale_place = value_scale_of(block + v_plane, slot, column)
+            weights, left = _WEIGHTS + 4 * slot, count - slot
+            further = 0
+            while further < BLOCK_CELLS:
+                weight = shared_load_f32(weights + 4 * further)
+                a, b, c, d = mix(place, scale_place, further, weight, further < left, a, b, c, d)
+                further += slots
             start += BLOCK_CELLS
 
         if thread < slots * columns:

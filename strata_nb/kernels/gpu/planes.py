@@ -31,6 +31,7 @@ from strata_nb.kernels.gpu.intrinsics import (
 from strata_nb.kernels.gpu.operations import Function
 
 MOST_LENGTH = 256  # of a head
+_GROUP = CACHE_TYPES["int8"].group  # values that share a scale, where there are scales
 
 
 def check_length(length: int) -> None:
@@ -56,21 +57,20 @@ def _byte(word: Any, number: int) -> Any:
 
 
 @cache
-def _scale_reader(kind: str, length: int) -> Function:
-    """Return a function (plane, cell, group) that returns the scale of a group of values."""
+def _scale_places(kind: str, length: int) -> Function:
+    """Return a function (plane, cell) that returns where the scales of a cell begin."""
     described = CACHE_TYPES[kind]
     groups = described.groups(length)
     offset = BLOCK_CELLS * length * described.dtype.itemsize
 
-    def scale_of(plane: int, cell: int, group: int) -> Any:
-        return f32_of_half(fetch_u16(plane + offset + 2 * (groups * cell + group)))
+    def scales_of(plane: int, cell: int) -> Any:
+        return plane + offset + 2 * groups * cell
 
-    return scale_of
+    return scales_of
 
 
-def _shift(values: int, kind: str) -> int:
-    """Return by how much the number of a load is shifted to get that of its group."""
-    return (CACHE_TYPES[kind].group // values).bit_length() - 1
+def _scale(place: int) -> Any:
+    return f32_of_half(fetch_u16(place))
 
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -120,14 +120,21 @@ def _load_adder(kind: str, width: int) -> Function:
 
 
 class Keys(NamedTuple):
-    """Multiply a query with a cell's key, a load at a time.
+    """Multiply a query with keys, a load at a time.
 
-    loads   of a key
-    add     (plane, cell, load, q, total) -> total and the products of one load; q is the offset of
-            the query in shared memory, float32
+    loads      of a key
+    values     of a load
+    place_of   (plane, cell, load) -> the address of a load
+    scales_of  (plane, cell) -> the address of a cell's scales; of nothing where there are none
+    add        (place, scales, q, further, total) -> total and the products of the load that is
+               `further` loads, a multiple of 4, behind one of a cell's first four; place and q are
+               those of that one, q the offset of its partner in shared memory
     """
 
     loads: int
+    values: int
+    place_of: Function
+    scales_of: Function
     add: Function
 
 
@@ -135,22 +142,26 @@ class Keys(NamedTuple):
 def keys_reader(kind: str, length: int) -> Keys:
     """Return how to multiply with keys of a type of `CACHE_TYPES`, of heads of so many values."""
     check_length(length)
-    size = CACHE_TYPES[kind].dtype.itemsize
+    described = CACHE_TYPES[kind]
+    size = described.dtype.itemsize
     cell_bytes = length * size
     width = next(width for width in (16, 8, 4) if cell_bytes % width == 0)
     values = width // size
-    products, scale_of = _load_adder(kind, width), _scale_reader(kind, length)
-    shift = _shift(values, kind)
+    products = _load_adder(kind, width)
+    shift = (_GROUP // values).bit_length() - 1  # four loads never lie in two groups
 
-    def add(plane: int, cell: int, load: int, q: int, total: Any) -> Any:
-        return products(plane + cell_bytes * cell + width * load, q + 4 * values * load, total)
+    def place_of(plane: int, cell: int, load: int) -> Any:
+        return plane + cell_bytes * cell + width * load
 
-    def add_scaled(plane: int, cell: int, load: int, q: int, total: Any) -> Any:
-        found = add(plane, cell, load, q, f32(0.0))
-        return fma(found, scale_of(plane, cell, load >> shift), total)
+    def add(place: int, _scales: int, q: int, further: int, total: Any) -> Any:
+        return products(place + width * further, q + 4 * values * further, total)
 
-    scaled = CACHE_TYPES[kind].scale_dtype is not None
-    return Keys(cell_bytes // width, add_scaled if scaled else add)
+    def add_scaled(place: int, scales: int, q: int, further: int, total: Any) -> Any:
+        found = products(place + width * further, q + 4 * values * further, f32(0.0))
+        return fma(found, _scale(scales + 2 * (further >> shift)), total)
+
+    chosen = add if described.scale_dtype is None else add_scaled
+    return Keys(cell_bytes // width, values, place_of, _scale_places(kind, length), chosen)
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -185,29 +196,64 @@ def _four_int8(place: int, seen: bool) -> Any:
 _FOURS = {"f32": _four_f32, "f16": _four_f16, "int8": _four_int8}
 
 
-@cache
-def values_mixer(kind: str, length: int) -> Function:
-    """Return a function (plane, cell, column, weight, seen, a, b, c, d).
+class Values(NamedTuple):
+    """Add values times weights, four of a cell at a time.
 
-    It returns the sums a, b, c, d with `weight` times the values 4 * column .. 4 * column + 3 of a
-    cell added, or as they are where the cell is not seen.
+    place_of  (plane, cell, column) -> the address of values 4 * column .. 4 * column + 3
+    scale_of  (plane, cell, column) -> the address of their scale; of nothing where there is none
+    mix       (place, scale, further, weight, seen, a, b, c, d) -> the sums a, b, c, d with weight
+              times the values of the cell that is `further` cells behind that of place and scale;
+              as they are where it is not seen
     """
+
+    place_of: Function
+    scale_of: Function
+    mix: Function
+
+
+@cache
+def values_reader(kind: str, length: int) -> Values:
+    """Return how to add values of a type of `CACHE_TYPES`, of heads of so many values."""
     check_length(length)
-    size = CACHE_TYPES[kind].dtype.itemsize
-    four, scale_of = _FOURS[kind], _scale_reader(kind, length)
-    shift = _shift(4, kind)
+    described = CACHE_TYPES[kind]
+    size = described.dtype.itemsize
+    cell_bytes, cell_scales = length * size, 2 * described.groups(length)
+    four, scales_of = _FOURS[kind], _scale_places(kind, length)
+    shift = (_GROUP // 4).bit_length() - 1
+
+    def place_of(plane: int, cell: int, column: int) -> Any:
+        return plane + cell_bytes * cell + 4 * size * column
+
+    def scale_of(plane: int, cell: int, column: int) -> Any:
+        return scales_of(plane, cell) + 2 * (column >> shift)
 
     def mix(
-        plane: int, cell: int, column: int, weight: Any, seen: bool, a: Any, b: Any, c: Any, d: Any
+        place: int,
+        _scale_place: int,
+        further: int,
+        weight: Any,
+        seen: bool,
+        a: Any,
+        b: Any,
+        c: Any,
+        d: Any,
     ) -> Any:
-        e, f, g, h = four(plane + size * (length * cell + 4 * column), seen)
+        e, f, g, h = four(place + cell_bytes * further, seen)
         return fma(weight, e, a), fma(weight, f, b), fma(weight, g, c), fma(weight, h, d)
 
     def mix_scaled(
-        plane: int, cell: int, column: int, weight: Any, seen: bool, a: Any, b: Any, c: Any, d: Any
+        place: int,
+        scale_place: int,
+        further: int,
+        weight: Any,
+        seen: bool,
+        a: Any,
+        b: Any,
+        c: Any,
+        d: Any,
     ) -> Any:
-        scale = scale_of(plane, cell, column >> shift)
+        scale = _scale(scale_place + cell_scales * further)
         weight *= scale if seen else f32(0.0)
-        return mix(plane, cell, column, weight, seen, a, b, c, d)
+        return mix(place, scale_place, further, weight, seen, a, b, c, d)
 
-    return mix_scaled if CACHE_TYPES[kind].scale_dtype is not None else mix
+    return Values(place_of, scale_of, mix if described.scale_dtype is None else mix_scaled)
