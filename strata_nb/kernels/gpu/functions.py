@@ -19,8 +19,6 @@ from strata_nb.kernels.table import KERNELS
 # Each kernel of the table: what returns its function for a launch; None where a card has nothing to
 # do, because another kernel reads rows where they are.
 _FUNCTIONS: dict[str, Callable[[Launch], GpuKernel] | None] = {
-    "embed": lambda launch: embed_kernel(_weights(launch)),
-    "linear": lambda launch: linear_kernel(_weights(launch), arguments_of(launch)["values"]),
     "rms_norm": lambda launch: rms_norm_kernel(arguments_of(launch)["width"]),
     "quantise": lambda _: quantise_kernel(),
     "silu_mul": lambda _: silu_mul_kernel(),
@@ -34,6 +32,8 @@ _FUNCTIONS: dict[str, Callable[[Launch], GpuKernel] | None] = {
     "expert_down": lambda launch: expert_down_kernel(
         _weights(launch), arguments_of(launch)["values"]
     ),
+    "embed": lambda launch: embed_kernel(_weights(launch)),
+    "linear": lambda launch: linear_kernel(_weights(launch), arguments_of(launch)["values"]),
 }
 
 

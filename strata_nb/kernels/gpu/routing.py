@@ -91,10 +91,11 @@ def _router_top_k(threads: int) -> GpuKernel:
         shared_store_f32(logits_at + 4 * thread, logit if logit >= lowest else lowest)  # NaN
         shared_store_f32(values_at + 4 * thread, lowest)
         barrier()
-        # The best of each group. Places that a last, small group leaves empty are behind all.
+        # The best of each group. What a last, small group lacks is -infinity, and comes after all
+        # others: it lies behind them.
         if thread < experts:
             first = thread & -_GROUP
-            place = _before(logits_at, thread, first, min(first + _GROUP, experts))
+            place = _before(logits_at, thread, first, first + _GROUP)
             if place < top_k:
                 candidate = 4 * ((thread >> 6) * top_k + place)
                 shared_store_f32(values_at + candidate, shared_load_f32(logits_at + 4 * thread))
