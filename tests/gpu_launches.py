@@ -13,8 +13,10 @@ import gpu_simulator
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_nb.kernels.gpu.compile import ptx_code
 from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
-from strata_nb.kernels.program import launch
+from strata_nb.kernels.program import Launch, launch
+from strata_nb.kernels.table import KERNELS
 
 # (kernel of the table, variant, values by name: arrays by address; which of them are written,
 # further arrays that addresses in tables point to: written, read)
@@ -71,3 +73,19 @@ def simulated(
         passed,
         memory,
     )
+
+
+def shaped(kernel: str, variant: Any = None, **values: int | float) -> Launch:
+    """Return a launch for whoever asks for code only: arguments that are not given are 0."""
+    kinds = {argument.name: argument.kind for argument in KERNELS[kernel].arguments}
+    words = {name: 0.0 if kind == "float" else 0 for name, kind in kinds.items()}
+    return launch(kernel, {**words, **values}, variant=variant)
+
+
+def check_code(kernel: str, variant: Any = None, **values: int | float) -> None:
+    """Compile a kernel as far as PTX, which must not use double precision."""
+    one = shaped(kernel, variant, **values)
+    found = gpu_kernel(one)
+    assert found is not None, f"{kernel} has nothing to run on a card"
+    code = ptx_code(found.function, argument_kinds(one), found.threads)
+    assert ".f64" not in code, f"{found.name} computes in double precision"

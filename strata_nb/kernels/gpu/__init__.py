@@ -2,4 +2,7 @@
 
 intrinsics.py   the instructions that Python lacks, by name
 compile.py      Numba makes machine code of a kernel: the only importer of numba.cuda
+
+normalising.py, activations.py, gating.py    norms, quantising, gates of rows
+routing.py                                   the router's choice, and rows sorted by expert
 """

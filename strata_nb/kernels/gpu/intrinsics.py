@@ -204,6 +204,9 @@ fetch_2xi32 = Intrinsic(
 fetch_4xi32 = Intrinsic(
     "fetch_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", _global, constant=True)
 )
+fetch_4xf32 = Intrinsic(
+    "fetch_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _global, constant=True)
+)
 
 store_f32 = Intrinsic("store_f32", "void(i64, f32)", body=_store("f32", _global), orders=True)
 store_i64 = Intrinsic("store_i64", "void(i64, i64)", body=_store("i64", _global), orders=True)
@@ -516,6 +519,13 @@ fma = Intrinsic(
     "f32(f32, f32, f32)",
     ptx=("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f"),
     amdgpu=_call("llvm.fma.f32", "f32(f32, f32, f32)"),
+)
+# The larger of two floats, the other one where one is NaN. Python's max becomes a call of NVIDIA's.
+larger_f32 = Intrinsic(
+    "larger_f32",
+    "f32(f32, f32)",
+    ptx=("max.f32 $0, $1, $2;", "=f,f,f"),
+    amdgpu=_call("llvm.maxnum.f32", "f32(f32, f32)"),
 )
 # Correctly rounded.
 square_root = Intrinsic(

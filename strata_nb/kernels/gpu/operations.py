@@ -8,8 +8,9 @@ Loops are written with `while` and steps of their own: Numba counts a `range` wi
 in twice as many instructions. Literals of floats are written f32(0.5): without it Python's double
 precision spreads, which cards for games do 64 times slower.
 
-Sums have a fixed order: lanes add what they have in order of its place, then `warp_sum`, then warps
-in ascending order. Nothing depends on how many rows a step has.
+Sums have a fixed order: lanes add what they have in order of its place, then `warp_sum`, then the
+warps of a block the same way (`block_sum`) or in ascending order. Nothing depends on how many rows
+a step has.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from strata_nb.kernels.gpu.intrinsics import WARP, shuffle_xor_f32, shuffle_xor_i32
+from strata_nb.kernels.gpu.intrinsics import (
+    WARP,
+    barrier,
+    f32,
+    larger_f32,
+    shared_load_f32,
+    shared_store_f32,
+    shuffle_xor_f32,
+    shuffle_xor_i32,
+)
 
 Function = Callable[..., Any]
 Grid = tuple[int, int, int]
@@ -70,11 +80,11 @@ def warp_sum(x: Any) -> Any:
 
 def warp_max(x: Any) -> Any:
     """Return the largest of a warp's lanes, the same in each; no lane holds a NaN."""
-    x = max(x, shuffle_xor_f32(x, 16))
-    x = max(x, shuffle_xor_f32(x, 8))
-    x = max(x, shuffle_xor_f32(x, 4))
-    x = max(x, shuffle_xor_f32(x, 2))
-    return max(x, shuffle_xor_f32(x, 1))
+    x = larger_f32(x, shuffle_xor_f32(x, 16))
+    x = larger_f32(x, shuffle_xor_f32(x, 8))
+    x = larger_f32(x, shuffle_xor_f32(x, 4))
+    x = larger_f32(x, shuffle_xor_f32(x, 2))
+    return larger_f32(x, shuffle_xor_f32(x, 1))
 
 
 def warp_sum_i32(x: Any) -> Any:
@@ -87,4 +97,36 @@ def warp_sum_i32(x: Any) -> Any:
     return x
 
 
-__all__ = ["WARP", "GpuKernel", "blocks_of", "warp_max", "warp_sum", "warp_sum_i32"]
+def warp_max_i32(x: Any) -> Any:
+    """Return the largest of a warp's lanes of an i32."""
+    x = max(x, shuffle_xor_i32(x, 16))
+    x = max(x, shuffle_xor_i32(x, 8))
+    x = max(x, shuffle_xor_i32(x, 4))
+    x = max(x, shuffle_xor_i32(x, 2))
+    return max(x, shuffle_xor_i32(x, 1))
+
+
+def block_sum(x: Any, thread: Any, warps: Any) -> Any:
+    """Return the sum over a block's threads, the same in each: over warps, then of their sums.
+
+    All threads of the block take part, once in a kernel. The first 4 * WARP bytes of shared memory
+    are its own.
+    """
+    x = warp_sum(x)
+    lane = thread & 31
+    if lane == 0:
+        shared_store_f32(4 * (thread >> 5), x)
+    barrier()
+    return warp_sum(shared_load_f32(4 * lane) if lane < warps else f32(0.0))
+
+
+__all__ = [
+    "WARP",
+    "GpuKernel",
+    "block_sum",
+    "blocks_of",
+    "warp_max",
+    "warp_max_i32",
+    "warp_sum",
+    "warp_sum_i32",
+]

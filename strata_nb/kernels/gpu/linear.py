@@ -1,0 +1,150 @@
+"""Multiply rows with a weight: one block for eight outputs of one row.
+
+Packed weights: a block has a group of eight outputs, and its warps share the sub-blocks of the
+group, so that a matrix of few outputs still keeps a card busy. Floats: a warp has an output, and
+its lanes share the values.
+
+Blocks of one group and different rows follow each other: what the first reads, the others find in
+the card's cache.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.floats import EIGHT, FLOATS
+from strata_nb.kernels.gpu.intrinsics import (
+    WARP,
+    barrier,
+    block_x,
+    block_y,
+    f32,
+    fetch_f32,
+    fma,
+    i64,
+    load_f32,
+    load_i64,
+    shared_load_f32,
+    shared_store_f32,
+    store_f32,
+    thread_index,
+)
+from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, Grid, blocks_of, warp_sum
+from strata_nb.kernels.gpu.products import group_product, row_bytes_of
+from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
+from strata_nb.packing import GROUP_ROWS, UNPACKED
+
+WARPS = 8
+THREADS = WARPS * WARP
+SHARED_BYTES = 4 * WARPS * GROUP_ROWS  # the sums of each warp
+
+
+def linear_kernel(kind: TensorType, values: int) -> GpuKernel:
+    """Return `linear` of the table for a type and rows of so many values.
+
+    ValueError for a type that has no kernels on a card.
+    """
+    if kind not in UNPACKED:
+        return _packed(kind)
+    return _by_eights(kind) if values % EIGHT == 0 else _by_ones(kind)
+
+
+def _grid(arguments: Arguments, most_rows: int) -> Grid:
+    return most_rows, blocks_of(arguments["outputs"], GROUP_ROWS), 1
+
+
+def _finish(total: Any, row: int, output: int, bias: int, y: int, outputs: int, add: int) -> None:
+    """Write one product, with its bias and what is there, where the launch asks for them."""
+    if bias != 0:
+        total += fetch_f32(bias + 4 * output)
+    place = y + 4 * (row * outputs + output)
+    if add != 0:
+        total += load_f32(place)
+    store_f32(place, total)
+
+
+@cache
+def _packed(kind: TensorType) -> GpuKernel:
+    product, row_bytes = group_product(kind), row_bytes_of(kind)
+
+    def linear(
+        rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
+    ) -> None:
+        row, first = i64(block_x()), GROUP_ROWS * i64(block_y())
+        if row >= load_i64(rows):
+            return
+        thread = i64(thread_index())
+        warp, lane = thread >> 5, thread & WARP - 1
+        sub_blocks, rows_in_group = values >> 5, min(outputs - first, GROUP_ROWS)
+        group = weight + first * row_bytes(sub_blocks)
+        of_row = x + row * sub_blocks * SUB_BLOCK_BYTES
+        total = product(group, rows_in_group, of_row, sub_blocks, warp, WARPS)
+        if lane < GROUP_ROWS:
+            shared_store_f32(4 * (GROUP_ROWS * warp + lane), total)
+        barrier()
+        if thread < rows_in_group:
+            total, place = shared_load_f32(4 * thread), 4 * (GROUP_ROWS + thread)
+            while place < SHARED_BYTES:
+                total += shared_load_f32(place)
+                place += 4 * GROUP_ROWS
+            _finish(total, row, first + thread, bias, y, outputs, add)
+
+    return GpuKernel(f"linear_{kind.name.lower()}", linear, THREADS, _grid, lambda _: SHARED_BYTES)
+
+
+@cache
+def _by_eights(kind: TensorType) -> GpuKernel:
+    """Return the kernel for floats in rows of whole eights, which begin at multiples of 16 bytes.
+
+    Lane l takes the values 8 * l .. + 7 of each 256.
+    """
+    size, _, eight = FLOATS[kind]
+    _, _, eight_floats = FLOATS[TensorType.F32]
+
+    def linear(
+        rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
+    ) -> None:
+        row, thread = i64(block_x()), i64(thread_index())
+        output = WARPS * i64(block_y()) + (thread >> 5)
+        if row >= load_i64(rows) or output >= outputs:
+            return
+        lane = thread & WARP - 1
+        total, value = f32(0.0), EIGHT * lane
+        while value < values:
+            a, b, c, d, e, f, g, h = eight(weight + size * (output * values + value))
+            xa, xb, xc, xd, xe, xf, xg, xh = eight_floats(x + 4 * (row * values + value))
+            total = fma(d, xd, fma(c, xc, fma(b, xb, fma(a, xa, total))))
+            total = fma(h, xh, fma(g, xg, fma(f, xf, fma(e, xe, total))))
+            value += EIGHT * WARP
+        total = warp_sum(total)
+        if lane == 0:
+            _finish(total, row, output, bias, y, outputs, add)
+
+    return GpuKernel(f"linear_{kind.name.lower()}", linear, THREADS, _grid)
+
+
+@cache
+def _by_ones(kind: TensorType) -> GpuKernel:
+    """Return the kernel for floats in rows of any length; neighbouring lanes read neighbours."""
+    size, one, _ = FLOATS[kind]
+
+    def linear(
+        rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
+    ) -> None:
+        row, thread = i64(block_x()), i64(thread_index())
+        output = WARPS * i64(block_y()) + (thread >> 5)
+        if row >= load_i64(rows) or output >= outputs:
+            return
+        lane = thread & WARP - 1
+        total, value = f32(0.0), lane
+        while value < values:
+            found = one(weight + size * (output * values + value))
+            total = fma(found, fetch_f32(x + 4 * (row * values + value)), total)
+            value += WARP
+        total = warp_sum(total)
+        if lane == 0:
+            _finish(total, row, output, bias, y, outputs, add)
+
+    return GpuKernel(f"linear_{kind.name.lower()}_odd", linear, THREADS, _grid)
