@@ -15,6 +15,8 @@ from strata_nb.formats import CACHE_TYPES
 from strata_nb.kernels import reference
 from strata_nb.kernels.gpu.attention import attention_kernel
 from strata_nb.kernels.gpu.compile import link, ptx_code
+from strata_nb.kernels.gpu.functions import gpu_kernel
+from strata_nb.kernels.program import launch
 from strata_nb.kernels.table import KERNELS
 
 UNTOUCHED = np.float32(7e33)
@@ -184,6 +186,13 @@ def test_heads_that_a_card_cannot_read_are_refused(length: int) -> None:
         attention_kernel("f16", "f16", 64, length, 1)
     with pytest.raises(UnsupportedDevice, match=f"heads of {length} values"):
         attention_kernel("f16", "f16", length, 64, 1)
+
+
+def test_types_that_no_cache_has_are_refused() -> None:
+    names = [argument.name for argument in KERNELS["attention"].arguments]
+    values = {**dict.fromkeys(names, 64), "scale": 0.5}
+    with pytest.raises(ValueError, match="no pair of types"):
+        gpu_kernel(launch("attention", values, variant=("f16", "q4_0")))
 
 
 @pytest.mark.parametrize("kind", CACHE_TYPES)

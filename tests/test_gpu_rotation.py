@@ -86,21 +86,20 @@ def append(
     gpu("kv_append", values, [], variant=kv.kinds, most_rows=most, written_tables=[kv.memory])
 
 
-@pairs
-@styles
-@pytest.mark.parametrize(("lengths", "planes"), [((80, 64), 40), ((20, 36), 7), ((128, 192), 32)])
-def test_cells_are_stored_to_the_bit_as_the_reference_does(
+def check_storing(
     gpu: Run,
     kinds: tuple[str, str],
-    style: tuple[int, reference.RopeStyle],
     lengths: tuple[int, int],
     planes: int,
+    style: tuple[int, reference.RopeStyle],
 ) -> None:
     halves, name = style
     found, wanted = (Store(kinds, 2, lengths, sequences=2) for _ in range(2))
     rows = [(1, 0), (0, 63), (0, 64), (1, 100)]
     table = angles(128, planes)
     k, v = (random_heads(4, 2, length, seed) for seed, length in enumerate(lengths))
+    # The scale is rounded down by so much that 127 times it is less than the largest value.
+    v[1] *= np.float32(127 * 1.4 * 2**-24) / np.abs(v[1]).max()
     v[2] = 0
     v[3] *= np.float32(1e-6)  # scales that are subnormal, or zero
     append(gpu, found, rows, k, v, table, halves)
@@ -110,6 +109,26 @@ def test_cells_are_stored_to_the_bit_as_the_reference_does(
         wanted.write("k", sequence, position, rotated)
         wanted.write("v", sequence, position, v[row])
     assert np.array_equal(found.memory, wanted.memory)  # and nothing else was written
+
+
+@pairs
+def test_cells_of_any_types_are_stored_as_the_reference_does(
+    gpu: Run, kinds: tuple[str, str]
+) -> None:
+    check_storing(gpu, kinds, (20, 36), 10, STYLES[1])
+
+
+@styles
+@pytest.mark.parametrize("kind", CACHE_TYPES)
+@pytest.mark.parametrize(("lengths", "planes"), [((80, 64), 40), ((20, 36), 7), ((128, 192), 32)])
+def test_cells_are_stored_to_the_bit_as_the_reference_does(
+    gpu: Run,
+    kind: str,
+    style: tuple[int, reference.RopeStyle],
+    lengths: tuple[int, int],
+    planes: int,
+) -> None:
+    check_storing(gpu, (kind, kind), lengths, planes, style)
 
 
 @pytest.mark.parametrize("length", [64, 20])
