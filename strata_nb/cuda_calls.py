@@ -52,7 +52,7 @@ class Calls:
         self._process = os.getpid()
         self._lock = threading.Lock()  # held while a context is made
         self._contexts: dict[int, tuple[int, int]] = {}  # device -> its CUdevice, its CUcontext
-        self._lost: dict[int, DeviceLost] = {}
+        self._lost: dict[int, tuple[int, str]] = {}  # device -> the status that said so, its name
         self._thread = threading.local()  # .device: whose context this thread has
         self.version = self._read_version()
         self.device_count = self._start()
@@ -60,6 +60,10 @@ class Calls:
     @property
     def forked(self) -> bool:
         return self._process != os.getpid()
+
+    @property
+    def lost_devices(self) -> int:
+        return len(self._lost)
 
     def contexts(self) -> list[int]:
         """Return the devices with a context that can be called, in the order they got it."""
@@ -100,11 +104,10 @@ class Calls:
         if self.closed:
             raise RuleViolation(9, f"{operation}: the driver is closed")
         if self._lost:
-            lost = next(iter(self._lost.values())) if device is None else self._lost.get(device)
-            if lost is not None:
-                raise DeviceLost(
-                    operation, lost.code, lost.name, device=lost.device, hint=_LOST_HINT
-                )
+            where = next(iter(self._lost)) if device is None else device
+            if where in self._lost:
+                code, name = self._lost[where]
+                raise DeviceLost(operation, code, name, device=where, hint=_LOST_HINT)
         if device is not None and getattr(self._thread, "device", None) != device:
             context = self._context(operation, device)
             self._check(operation, device, "cuCtxSetCurrent", context)
@@ -140,12 +143,11 @@ class Calls:
         """Return what to raise for a status, after noting a device that is lost."""
         name = f"{function}: {self._name(status)}"
         if status in cuda.LOST:
-            lost = DeviceLost(
+            for each in range(self.device_count) if device is None else (device,):
+                self._lost.setdefault(each, (status, name))
+            return DeviceLost(
                 operation, status, name, device=device, numbers=numbers, hint=_LOST_HINT
             )
-            for each in range(self.device_count) if device is None else (device,):
-                self._lost.setdefault(each, lost)
-            return lost
         if status == cuda.OUT_OF_MEMORY:
             if function in _TAKE_DEVICE_MEMORY:
                 numbers = {**numbers, **self._memory()}

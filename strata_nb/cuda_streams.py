@@ -49,7 +49,8 @@ class _Stream:
     def sweep(self) -> None:
         """Forget functions that have run, and keep the first error."""
         while self.works and self.works[0].done:
-            self.error = self.error or self.works.pop(0).error
+            work = self.works.pop(0)
+            self.error = self.error or work.error
 
     def take_error(self) -> BaseException | None:
         self.sweep()

@@ -128,10 +128,13 @@ class CudaDriver(CudaMemory, CudaPrograms):
                 yield error
         for book in self._books():
             for key in list(book):
+                lost = self._calls.lost_devices
                 try:
                     unseen = book.free(self, key)
-                except DeviceLost:
+                except DeviceLost as error:
                     del book[key]  # only the end of the process can free it now
+                    if self._calls.lost_devices > lost:  # else it was said before
+                        yield error
                 except StrataError as error:
                     yield error
                 else:
