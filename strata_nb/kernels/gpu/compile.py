@@ -98,8 +98,9 @@ def link(ptx: str, target: str) -> Cubin:
         log = _log(bindings, handle, "info")
     finally:
         bindings.destroy(handle)
-    registers = int(_number(r"Used (\d+) registers", log))
-    spills = int(_number(r"(\d+) bytes spill stores", log))
+    # Two forms of the report are in use, of which one counts all local memory of a thread.
+    registers = int(_number(r"[Uu]sed (\d+) registers", log))
+    spills = int(_number(r"(\d+) bytes (?:spill stores|lmem)", log))
     return Cubin(entry, bytes(image), registers, spills)
 
 
