@@ -460,6 +460,19 @@ def test_closing_raises_the_error_that_nobody_has_seen_and_frees_all_the_same(
     assert world.driver.live() == {}
 
 
+def test_a_function_that_the_driver_refused_does_not_hide_what_later_ones_raise(
+    world: CudaWorld,
+) -> None:
+    driver = world.driver
+    stream = driver.stream_create(0)
+    world.table.plan("cuLaunchHostFunc")
+    with pytest.raises(DriverError):
+        driver.launch_host(stream, lambda: None)
+    driver.launch_host(stream, fail)
+    with pytest.raises(ZeroDivisionError):
+        driver.stream_synchronize(stream)
+
+
 def test_functions_that_have_run_are_not_kept(world: CudaWorld) -> None:
     driver = world.driver
     stream = driver.stream_create(0)
