@@ -126,7 +126,7 @@ class CudaMemory:
 
     def free(self, address: int) -> None:
         device = self._blocks.find(address)
-        self._calls.call("free", device, "cuCtxSynchronize")
+        self._calls.call("free", device, "cuCtxSynchronize")  # cuda.h does not say that it waits
         self._calls.call("free", device, "cuMemFree", address, numbers={"address": address})
         del self._blocks[address]
 

@@ -101,7 +101,11 @@ class ExecutionDriver(Protocol):
         """Set `size` bytes to `value` (0 to 255)."""
 
     def launch_host(self, stream: int, function: Callable[[], object]) -> None:
-        """Call `function` on the host in the stream's order; it must not call the driver."""
+        """Call `function` on the host in the stream's order; it must not call the driver.
+
+        A function that waits for one of another stream may wait for ever: a driver may run the
+        functions of all streams one after another.
+        """
 
 
 @dataclass(frozen=True, slots=True)

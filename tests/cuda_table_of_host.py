@@ -202,7 +202,8 @@ class HostTable:
         yes[0] = self.host.can_access(device, owner)
 
     def _cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> None:
-        self._retained[self._known(device)] += 1
+        self.host.synchronize(self._known(device))  # makes the host device's context
+        self._retained[device] += 1
         context[0] = 0xC0 + device
 
     def _cuDevicePrimaryCtxRelease(self, device: int) -> None:
@@ -265,7 +266,7 @@ class HostTable:
         address[0] = self.host.allocate(size, self._current())
 
     def _cuMemFree(self, address: int) -> None:
-        self._current()
+        self._require_idle(self._current())
         self.host.free(address)
 
     def _cuMemHostAlloc(self, address: Any, size: int, flags: int) -> None:
@@ -275,6 +276,7 @@ class HostTable:
 
     def _cuMemFreeHost(self, address: int) -> None:
         self._current()
+        self._require_idle()
         self.host.free_host(address)
 
     def _cuMemHostRegister(self, address: int, size: int, flags: int) -> None:
@@ -284,6 +286,7 @@ class HostTable:
 
     def _cuMemHostUnregister(self, address: int) -> None:
         self._current()
+        self._require_idle()
         self.host.unregister_host(address)
 
     def _cuMemHostGetDevicePointer(self, seen: Any, address: int, flags: int) -> None:
@@ -293,6 +296,9 @@ class HostTable:
 
     def _cuStreamCreateWithPriority(self, stream: Any, flags: int, priority: int) -> None:
         assert flags == cuda.STREAM_NON_BLOCKING
+        facts = self.host.device_facts(self._current())
+        if not facts.highest_priority <= priority <= facts.least_priority:
+            raise Broken(cuda.INVALID_VALUE)
         stream[0] = self.host.stream_create(self._current(), priority)
 
     def _cuStreamDestroy(self, stream: int) -> None:
@@ -416,6 +422,17 @@ class HostTable:
         asked = memory[0]
         assert (asked.type, asked.requestedHandleTypes, asked.location.type) == (1, 0, 1)
         return self._known(asked.location.id)
+
+    def _require_idle(self, device: int | None = None) -> None:
+        """Refuse to free what running work may use: the library is not known to wait for it."""
+        streams = self.host._streams
+        busy = [
+            stream
+            for stream in streams.unfinished(streams.positions())
+            if device is None or streams.device_of(stream) == device
+        ]
+        if busy:
+            raise RuleViolation(7, f"memory is freed while streams {busy} run")
 
     def _current(self) -> int:
         """Return the device of this thread's context, as the library would find it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,13 +73,15 @@ KERNELS = {ADD_PTX: {"add": add}}
 class CudaWorld:
     """A driver and the table it calls.
 
-    host   the table behind `table`, where that is not the library
+    host      the table behind `table`, where that is not the library
+    is_pair   whether it is about two cards
     """
 
     driver: CudaDriver
     table: FailingTable
     unit: int
     host: HostTable | None
+    is_pair: bool
 
 
 @contextmanager
@@ -85,6 +89,8 @@ def cuda_world(kind: str) -> Iterator[CudaWorld]:
     """Yield a world of one of `WORLDS`; everything must be freed at its end, the driver or not."""
     host = HostTable(kernels=KERNELS) if kind == "table" else None
     try:
+        if host is None:
+            _keep_contexts()
         table = FailingTable(LibraryTable() if host is None else host)
         driver = CudaDriver(table)
     except UnsupportedDevice as error:
@@ -92,10 +98,34 @@ def cuda_world(kind: str) -> Iterator[CudaWorld]:
     if kind == "two cards" and driver.device_count < 2:
         driver.close()
         pytest.skip("needs two NVIDIA cards, there is one")
-    yield CudaWorld(driver, table, UNIT, host)
+    yield CudaWorld(driver, table, UNIT, host, kind == "two cards")
     table.lift()
     driver.close()
     assert driver.live() == {}
     if host is not None:
         assert host.live() == {}
         host.close()
+
+
+@functools.cache
+def _keep_contexts() -> None:
+    """Let every card have its context until this process ends, and all that it takes when used.
+
+    A context takes memory for its first streams, copies and kernels and keeps it, which would show
+    in tests that compare free memory; and making one for each test takes long.
+    """
+    keeper = CudaDriver()
+    atexit.register(keeper.close)
+    for device in range(keeper.device_count):
+        address, pinned = keeper.allocate(64, device), keeper.allocate_host(64)
+        stream, module = keeper.stream_create(device), keeper.load_module(device, ADD_PTX)
+        keeper.copy_async(address, pinned, 64, stream)
+        keeper.fill_async(address, 0, 64, stream)
+        arguments = struct.pack("@qqf", address, 16, 1.0)
+        kernel = keeper.function(module, "add")
+        keeper.launch(kernel, (1, 1, 1), (32, 1, 1), 0, stream, arguments)
+        keeper.launch_host(stream, lambda: None)
+        keeper.stream_destroy(stream)
+        keeper.unload_module(module)
+        keeper.free(address)
+        keeper.free_host(pinned)

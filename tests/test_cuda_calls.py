@@ -209,10 +209,31 @@ def test_a_device_that_does_not_exist_is_refused_with_the_number_there_are(
         driver.allocate(64, device)
 
 
+def test_access_is_given_to_a_device_that_was_not_used_before(
+    host: HostTable, driver: CudaDriver
+) -> None:
+    unit = SMALLEST_CHUNK_BYTES
+    place, chunk = driver.reserve(unit), driver.create(unit, 0)
+    driver.map(place, unit, chunk)
+    driver.set_access(place, unit, [0, 1])
+    assert host.live()["contexts"] == 2
+    write(driver, place, b"from the other", device=1)
+    assert read(driver, place, 14) == b"from the other"
+
+
 # Lost devices.
 
 
-@pytest.mark.parametrize("status", sorted(cuda.LOST))
+# Those after which, as cuda.h says, a process must be started again; and a shut down library (4), a
+# destroyed context (709), an assertion of a kernel (710), which ends all its context's memory.
+STICKY = (4, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911)
+
+
+def test_no_other_status_loses_a_device() -> None:
+    assert frozenset(STICKY) == cuda.LOST
+
+
+@pytest.mark.parametrize("status", STICKY)
 def test_after_such_a_status_a_device_is_lost(
     host: HostTable, table: FailingTable, driver: CudaDriver, status: int
 ) -> None:
