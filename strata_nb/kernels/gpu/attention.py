@@ -32,6 +32,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     block_y,
     f32,
     fma,
+    i32,
     i64,
     larger_f32,
     load_f32,
@@ -165,7 +166,7 @@ def attention_kernel(
             a, b, c, d = a * shrink, b * shrink, c * shrink, d * shrink
             place = value_of(block + v_plane, slot, column)
             scale_place = value_scale_of(block + v_plane, slot, column)
-            weights, left = _WEIGHTS + 4 * slot, count - slot
+            weights, left = _WEIGHTS + 4 * slot, i32(count - slot)
             further = 0
             while further < BLOCK_CELLS:
                 weight = shared_load_f32(weights + 4 * further)
