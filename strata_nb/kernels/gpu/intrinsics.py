@@ -98,8 +98,8 @@ def _shared(builder: Any, offset: Any, kind: Any) -> Any:
         block = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), 0), SHARED_NAME, _SHARED)
         block.linkage = "external"
         block.align = 16
-    zero = ir.Constant(ir.IntType(32), 0)
-    place = builder.gep(block, [zero, builder.trunc(offset, ir.IntType(32))], inbounds=True)
+    # In 64 bits: constants of an offset become part of the instructions that use it.
+    place = builder.gep(block, [ir.Constant(ir.IntType(64), 0), offset], inbounds=True)
     return builder.bitcast(place, kind.as_pointer(_SHARED))
 
 
