@@ -9,20 +9,17 @@ import gpu_launches
 import kernel_references as plain
 import numpy as np
 import pytest
-from gpu_launches import aligned
+from gpu_launches import aligned, check_code, shaped
 from host_launches import UNTOUCHED, Bytes, Matrix, as_read, normal, same_bits
 
 from strata_nb.formats import TensorType, block_layout
-from strata_nb.kernels.gpu.compile import ptx_code
-from strata_nb.kernels.gpu.experts import expert_down_kernel, expert_gate_up_kernel
+from strata_nb.kernels.gpu.functions import gpu_kernel
 from strata_nb.kernels.gpu.products import DECODERS
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.reference import Floats, Integers
-from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import UNPACKED
 
 T = TensorType
-TOP_K = 2
 
 
 class Experts:
@@ -56,13 +53,14 @@ class Routes(NamedTuple):
     shares: Floats
 
     @classmethod
-    def of(cls, rows: int, experts: int) -> Routes:
-        """Return random routes. Nobody chooses expert 1; the first and the last are chosen."""
+    def of(cls, rows: int, experts: int, top_k: int = 2) -> Routes:
+        """Return random routes. Nobody chooses expert 1; the last row chooses the last expert."""
         rng = np.random.default_rng(rows)
         others = [expert for expert in range(experts) if expert != 1]
-        chosen = np.stack([rng.permutation(others)[:TOP_K] for _ in range(rows)])
-        chosen[0] = 0, experts - 1
-        return cls(np.sort(chosen, axis=1), rng.random((rows, TOP_K)).astype(np.float32))
+        chosen = np.stack([rng.permutation(others)[:top_k] for _ in range(rows)])
+        if experts - 1 not in chosen[-1]:
+            chosen[-1, 0] = experts - 1
+        return cls(np.sort(chosen, axis=1), rng.random((rows, top_k)).astype(np.float32))
 
 
 def with_room(array: np.ndarray, rows: int, fill: Any) -> Any:
@@ -97,12 +95,12 @@ def gate_up(
     most_rows: int,
 ) -> tuple[Floats, Bytes | None]:
     """Return what members have in `inner` and, where outputs are whole sub-blocks, `packed`."""
-    rows = len(x)
+    rows, top_k = routes.chosen.shape
     starts, members, _ = plain.expert_group(routes.chosen, len(experts.addresses))
     read = x if case.gate in UNPACKED else plain.quantised(x)
     inner = np.full((0, case.outputs), UNTOUCHED, np.float32)
     packed = np.zeros((0, row_bytes(case.outputs)), np.uint8)
-    choices = most_rows * TOP_K
+    choices = most_rows * top_k
     whole = case.outputs % 32 == 0
     values: dict[str, Any] = {
         "rows": aligned(np.array([rows])),
@@ -117,7 +115,7 @@ def gate_up(
         "gate_offset": experts.offsets[0],
         "up_offset": experts.offsets[1],
         "experts": len(experts.addresses),
-        "top_k": TOP_K,
+        "top_k": top_k,
         "values": case.values,
         "outputs": case.outputs,
         "row_bytes": read.strides[0],
@@ -130,7 +128,7 @@ def gate_up(
         most_rows=most_rows,
         tables=[experts.memory],
     )
-    count = rows * TOP_K
+    count = rows * top_k
     assert np.all(values["inner"][count:] == UNTOUCHED)
     if not whole:
         return values["inner"][:count], None
@@ -150,7 +148,9 @@ def check_gate_up(
     x = normal(rows, case.values, seed=1)
     inner, packed = gate_up(run, case, experts, x, routes, most_rows)
     starts, members, _ = plain.expert_group(routes.chosen, number)
-    gathered = plain.expert_gather(as_read(case.gate, x), members, TOP_K).astype(np.float64)
+    gathered = plain.expert_gather(as_read(case.gate, x), members, routes.chosen.shape[1]).astype(
+        np.float64
+    )
     expected = plain.expert_gate_up(gathered, starts, experts.weights(0), experts.weights(1))
     np.testing.assert_allclose(inner, expected, rtol=2e-6, atol=3e-6)
     if packed is not None:
@@ -168,20 +168,21 @@ def down(
 ) -> Floats:
     """Return y with the products of `inner` (choices, values), which is in the order of members."""
     rows, outputs = y.shape
+    top_k = routes.chosen.shape[1]
     starts, _, places = plain.expert_group(routes.chosen, len(experts.addresses))
     read = inner if kind in UNPACKED else plain.quantised(inner)
     values: dict[str, Any] = {
         "rows": aligned(np.array([rows])),
         "starts": aligned(starts),
-        "places": with_room(places, most_rows * TOP_K, -1),
-        "inner": with_room(read, most_rows * TOP_K, 0),
+        "places": with_room(places, most_rows * top_k, -1),
+        "inner": with_room(read, most_rows * top_k, 0),
         "addresses": experts.addresses,
         "shares": aligned(routes.shares),
         "products": 0,
         "y": with_room(y, most_rows, UNTOUCHED),
         "down_offset": experts.offsets[-1],
         "experts": len(experts.addresses),
-        "top_k": TOP_K,
+        "top_k": top_k,
         "values": inner.shape[1],
         "outputs": outputs,
     }
@@ -206,11 +207,12 @@ def check_down(
     rows: int,
     most_rows: int,
     number: int,
+    top_k: int = 2,
 ) -> None:
     # A part of another size comes first, so that a wrong offset is seen.
     experts = Experts(number, (T.Q8_0, 8, 64), (kind, outputs, values))
-    routes = Routes.of(rows, number)
-    inner, before = normal(rows * TOP_K, values, seed=1), normal(rows, outputs, seed=2)
+    routes = Routes.of(rows, number, top_k)
+    inner, before = normal(rows * top_k, values, seed=1), normal(rows, outputs, seed=2)
     found = down(run, kind, experts, inner, routes, before, most_rows)
     starts, _, places = plain.expert_group(routes.chosen, number)
     read = as_read(kind, inner).astype(np.float64)
@@ -234,6 +236,13 @@ def test_down_adds_up_the_experts_of_a_row(
     gpu: gpu_launches.Run, kind: TensorType, values: int, outputs: int
 ) -> None:
     check_down(gpu, kind, values, outputs, rows=2, most_rows=3, number=5)
+
+
+@pytest.mark.parametrize("kind", [T.F32, T.Q8_0], ids=lambda kind: kind.name)
+def test_a_row_may_choose_more_experts_than_a_block_has_warps(
+    gpu: gpu_launches.Run, kind: TensorType
+) -> None:
+    check_down(gpu, kind, 32, 8, rows=1, most_rows=1, number=12, top_k=10)
 
 
 def narrowest(kind: TensorType) -> int:
@@ -282,19 +291,24 @@ def test_what_experts_make_of_a_row_does_not_depend_on_its_company(
 
 def test_gate_and_up_that_take_rows_of_different_forms_are_refused() -> None:
     with pytest.raises(ValueError, match="Q8_0 and F32"):
-        expert_gate_up_kernel(T.Q8_0, T.F32, 64)
+        gpu_kernel(shaped("expert_gate_up", (T.Q8_0, T.F32), values=64))
+
+
+def test_a_card_gathers_no_rows() -> None:
+    assert gpu_kernel(shaped("expert_gather")) is None
 
 
 @pytest.mark.parametrize(
-    ("table", "kernel"),
+    ("kernel", "variant", "values"),
     [
-        ("expert_gate_up", expert_gate_up_kernel(T.Q4_K, T.Q6_K, 256)),
-        ("expert_gate_up", expert_gate_up_kernel(T.F16, T.BF16, 8)),
-        ("expert_down", expert_down_kernel(T.Q6_K, 256)),
-        ("expert_down", expert_down_kernel(T.F32, 7)),
+        ("expert_gate_up", (T.Q4_K, T.Q6_K), 256),
+        ("expert_gate_up", (T.F16, T.BF16), 8),
+        ("expert_down", T.Q6_K, 256),
+        ("expert_down", T.F32, 7),
     ],
-    ids=lambda one: getattr(one, "name", ""),
+    ids=["gate_up", "gate_up of floats", "down", "down of floats"],
 )
-def test_nothing_of_them_is_done_in_double_precision(table: str, kernel: Any) -> None:
-    kinds = [argument.kind for argument in KERNELS[table].arguments]
-    assert ".f64" not in ptx_code(kernel.function, kinds, kernel.threads)
+def test_nothing_of_them_is_done_in_double_precision(
+    kernel: str, variant: Any, values: int
+) -> None:
+    check_code(kernel, variant, values=values)

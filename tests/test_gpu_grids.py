@@ -1,97 +1,78 @@
-"""The decoders of the grid types on a card, against `formats.dequantise`."""
+"""The grid types on a card: to the bit what `formats.dequantise` gives for each row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import gpu_simulator
+import gpu_launches
 import numpy as np
 import pytest
-from gpu_launches import aligned
-from host_launches import Matrix, same_bits
+from gpu_launches import aligned, check_code
+from host_launches import UNTOUCHED, Bytes, Matrix, same_bits
 
-from strata_nb.formats import TensorType, block_layout, row_bytes
-from strata_nb.kernels.gpu.compile import link, ptx_code
+from strata_nb.formats import TensorType, block_layout, block_record, dequantise
 from strata_nb.kernels.gpu.grids import DECODERS
-from strata_nb.kernels.gpu.intrinsics import f32_of_i32, i32, i64, store_f32, thread_index
-from strata_nb.kernels.gpu.weights import Decoder
-from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
+from strata_nb.kernels.reference import Floats
+from strata_nb.packing import pack
 
+T = TensorType
 kinds = pytest.mark.parametrize("kind", DECODERS, ids=lambda kind: kind.name)
-Kernel = Callable[[int, int, int, int, int], None]
 
 
-def kernel_of(decoder: Decoder) -> Kernel:
-    """Return a kernel that writes the values of one group, a sub-block of a row a thread.
-
-    y is float32 (rows, sub_blocks, 32); a thread that has none leaves.
-    """
-    decode = decoder.decode
-
-    def write(place: int, word: int, scale: float) -> None:
-        store_f32(place, f32_of_i32(i32(word << 24) >> 24) * scale)
-        store_f32(place + 4, f32_of_i32(i32(word << 16) >> 24) * scale)
-        store_f32(place + 8, f32_of_i32(i32(word << 8) >> 24) * scale)
-        store_f32(place + 12, f32_of_i32(word >> 24) * scale)
-
-    def kernel(group: int, y: int, rows: int, sub_blocks: int, first: int) -> None:
-        thread = i64(thread_index())
-        row, s = thread & 7, first + (thread >> 3)
-        if row < rows and s < sub_blocks:
-            q0, q1, q2, q3, q4, q5, q6, q7, low, high, _, _ = decode(
-                group, rows, row, sub_blocks, s
-            )
-            place = y + 128 * (row * sub_blocks + s)
-            write(place, q0, low)
-            write(place + 16, q1, low)
-            write(place + 32, q2, low)
-            write(place + 48, q3, low)
-            write(place + 64, q4, high)
-            write(place + 80, q5, high)
-            write(place + 96, q6, high)
-            write(place + 112, q7, high)
-
-    return kernel
-
-
-def values_of(matrix: Matrix) -> np.ndarray:
-    """Return the values of a matrix, group by group, as the decoder has them."""
+def rows_of(gpu: gpu_launches.Run, matrix: Matrix) -> Floats:
+    """Return all rows of a matrix as `embed` reads them."""
     rows, values = matrix.weight.shape
-    sub_blocks = values // SUB_BLOCK
-    data = aligned(matrix.data)
-    y = np.full((rows, values), np.float32(np.nan))
-    memory = gpu_simulator.Memory([y], [data])
-    decoder = DECODERS[matrix.kind]
-    assert (decoder.offset, decoder.minima) == (0, False)
-    row_size = row_bytes(matrix.kind, values)
-    for first_row in range(0, rows, GROUP_ROWS):
-        words = [data.ctypes.data + first_row * row_size, y.ctypes.data + 4 * first_row * values]
-        words += [min(GROUP_ROWS, rows - first_row), sub_blocks]
-        for first in range(0, sub_blocks, 4):
-            gpu_simulator.run(kernel_of(decoder), (1, 1, 1), 32, 0, [*words, first], memory)
-    return y
+    x = aligned(np.full((rows, values), UNTOUCHED))
+    arguments = {
+        "rows": aligned(np.array([rows])),
+        "tokens": aligned(np.arange(rows)),
+        "weight": aligned(matrix.data),
+        "x": x,
+        "width": values,
+        "vocabulary": rows,
+    }
+    gpu("embed", arguments, ["x"], variant=matrix.kind, most_rows=rows)
+    return x
 
 
 @kinds
 @pytest.mark.parametrize("shape", [(8, 512), (11, 256), (1, 768)], ids=str)
-def test_the_values_of_a_matrix_are_those_of_its_file(
-    kind: TensorType, shape: tuple[int, int]
+def test_rows_are_those_of_the_file(
+    gpu: gpu_launches.Run, kind: TensorType, shape: tuple[int, int]
 ) -> None:
     matrix = Matrix.random(kind, *shape, seed=shape[0])
-    assert same_bits(values_of(matrix), matrix.weight)
+    assert same_bits(rows_of(gpu, matrix), matrix.weight)
+
+
+def block_of(kind: TensorType, byte: int) -> Bytes:
+    """Return a block whose bytes are all alike, but for its scale: 1."""
+    raw = np.full(block_layout(kind).size_bytes, byte, np.uint8)
+    (record,) = raw.view(block_record(kind))
+    if kind is T.IQ1_M:  # the top nibbles of four words are the float16
+        nibbles = int(np.float16(1).view(np.uint16)) >> np.arange(0, 16, 4) & 15
+        record["scales"] = record["scales"] & 0xFFF | nibbles << 12
+    else:
+        record["scale"] = 1
+    return raw
+
+
+@kinds
+@pytest.mark.parametrize("byte", [0x00, 0xFF], ids=hex)
+def test_indices_signs_and_steps_reach_their_ends(
+    gpu: gpu_launches.Run, kind: TensorType, byte: int
+) -> None:
+    raw = block_of(kind, byte)
+    weight = dequantise(kind, raw).reshape(1, 256)
+    assert np.isfinite(weight).all()
+    matrix = Matrix(kind, pack(kind, raw, 1, 256), weight)
+    assert same_bits(rows_of(gpu, matrix), weight)
 
 
 @kinds
 def test_only_a_type_with_two_scales_a_sub_block_says_so(kind: TensorType) -> None:
-    layout, sixteens = block_layout(kind), (TensorType.IQ2_XS, TensorType.IQ2_S, TensorType.IQ1_M)
-    assert layout.values == 8 * SUB_BLOCK
-    assert DECODERS[kind].halves == (kind in sixteens)
+    of_sixteen = {T.IQ2_XS, T.IQ2_S, T.IQ1_M}
+    assert DECODERS[kind].halves == (kind in of_sixteen)
+    assert (DECODERS[kind].offset, DECODERS[kind].minima) == (0, False)
 
 
 @kinds
-def test_they_compile_to_code_in_single_precision_without_spills(kind: TensorType) -> None:
-    ptx = ptx_code(kernel_of(DECODERS[kind]), ["address", "address", *["integer"] * 3], 32)
-    assert ".f64" not in ptx
-    found = link(ptx, "sm_90")
-    assert found.spill_bytes == 0
-    assert found.registers <= 40
+def test_nothing_is_done_in_double_precision(kind: TensorType) -> None:
+    check_code("embed", kind)

@@ -1,11 +1,11 @@
-"""Multiply rows with a weight: one block for eight outputs of one row.
+"""Multiply rows with a weight: one block for eight outputs of a few rows.
 
-Packed weights: a block has a group of eight outputs, and its warps share the sub-blocks of the
-group, so that a matrix of few outputs still keeps a card busy. Floats: a warp has an output, and
-its lanes share the values.
+Packed weights: a block has a group of eight outputs and up to four rows. Its warps share the
+sub-blocks of the group, so that a matrix of few outputs still keeps a card busy, and add their sums
+in shared memory. Floats: a warp has an output of one row, and its lanes share the values.
 
-Blocks of one group and different rows follow each other: what the first reads, the others find in
-the card's cache.
+Blocks of the same outputs and other rows follow each other: what the first of them reads, the
+others find in the card's cache.
 """
 
 from __future__ import annotations
@@ -32,13 +32,18 @@ from strata_nb.kernels.gpu.intrinsics import (
     thread_index,
 )
 from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, Grid, blocks_of, warp_sum
-from strata_nb.kernels.gpu.products import group_product, row_bytes_of
+from strata_nb.kernels.gpu.products import (
+    ROWS_AT_ONCE,
+    group_product,
+    group_products,
+    row_bytes_of,
+)
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, UNPACKED
 
 WARPS = 8
 THREADS = WARPS * WARP
-SHARED_BYTES = 4 * WARPS * GROUP_ROWS  # the sums of each warp
+SHARED_BYTES = 4 * WARPS * ROWS_AT_ONCE * GROUP_ROWS  # the sums of each warp
 
 
 def linear_kernel(kind: TensorType, values: int) -> GpuKernel:
@@ -49,10 +54,6 @@ def linear_kernel(kind: TensorType, values: int) -> GpuKernel:
     if kind not in UNPACKED:
         return _packed(kind)
     return _by_eights(kind) if values % EIGHT == 0 else _by_ones(kind)
-
-
-def _grid(arguments: Arguments, most_rows: int) -> Grid:
-    return most_rows, blocks_of(arguments["outputs"], GROUP_ROWS), 1
 
 
 def _finish(total: Any, row: int, output: int, bias: int, y: int, outputs: int, add: int) -> None:
@@ -67,31 +68,50 @@ def _finish(total: Any, row: int, output: int, bias: int, y: int, outputs: int, 
 
 @cache
 def _packed(kind: TensorType) -> GpuKernel:
-    product, row_bytes = group_product(kind), row_bytes_of(kind)
+    product, products = group_product(kind), group_products(kind)
+    row_bytes = row_bytes_of(kind)
 
     def linear(
         rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
     ) -> None:
-        row, first = i64(block_x()), GROUP_ROWS * i64(block_y())
-        if row >= load_i64(rows):
+        first_row, first = ROWS_AT_ONCE * i64(block_x()), GROUP_ROWS * i64(block_y())
+        rows_here = load_i64(rows) - first_row
+        if rows_here <= 0:
             return
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
         sub_blocks, rows_in_group = values >> 5, min(outputs - first, GROUP_ROWS)
         group = weight + first * row_bytes(sub_blocks)
-        of_row = x + row * sub_blocks * SUB_BLOCK_BYTES
-        total = product(group, rows_in_group, of_row, sub_blocks, warp, WARPS)
-        if lane < GROUP_ROWS:
-            shared_store_f32(4 * (GROUP_ROWS * warp + lane), total)
+        x += first_row * sub_blocks * SUB_BLOCK_BYTES
+        place = 4 * (WARP * warp + lane)  # of row 0; those of the others follow every 8 lanes
+        if rows_here == 1:
+            a = product(group, rows_in_group, x, sub_blocks, warp, WARPS)
+            if lane < GROUP_ROWS:
+                shared_store_f32(place, a)
+        else:
+            a, b, c, d = products(group, rows_in_group, x, rows_here, sub_blocks, warp, WARPS)
+            if lane < GROUP_ROWS:
+                shared_store_f32(place, a)
+                shared_store_f32(place + 4 * GROUP_ROWS, b)
+                shared_store_f32(place + 8 * GROUP_ROWS, c)
+                shared_store_f32(place + 12 * GROUP_ROWS, d)
         barrier()
-        if thread < rows_in_group:
-            total, place = shared_load_f32(4 * thread), 4 * (GROUP_ROWS + thread)
-            while place < SHARED_BYTES:
-                total += shared_load_f32(place)
-                place += 4 * GROUP_ROWS
-            _finish(total, row, first + thread, bias, y, outputs, add)
+        row, output = thread >> 3, thread & GROUP_ROWS - 1
+        if row < min(rows_here, ROWS_AT_ONCE) and output < rows_in_group:
+            total, other = shared_load_f32(4 * thread), 1
+            while other < WARPS:
+                total += shared_load_f32(4 * (thread + WARP * other))
+                other += 1
+            _finish(total, first_row + row, first + output, bias, y, outputs, add)
 
-    return GpuKernel(f"linear_{kind.name.lower()}", linear, THREADS, _grid, lambda _: SHARED_BYTES)
+    def grid(arguments: Arguments, most_rows: int) -> Grid:
+        return blocks_of(most_rows, ROWS_AT_ONCE), blocks_of(arguments["outputs"], GROUP_ROWS), 1
+
+    return GpuKernel(f"linear_{kind.name.lower()}", linear, THREADS, grid, lambda _: SHARED_BYTES)
+
+
+def _by_warps(arguments: Arguments, most_rows: int) -> Grid:
+    return most_rows, blocks_of(arguments["outputs"], WARPS), 1
 
 
 @cache
@@ -122,7 +142,7 @@ def _by_eights(kind: TensorType) -> GpuKernel:
         if lane == 0:
             _finish(total, row, output, bias, y, outputs, add)
 
-    return GpuKernel(f"linear_{kind.name.lower()}", linear, THREADS, _grid)
+    return GpuKernel(f"linear_{kind.name.lower()}", linear, THREADS, _by_warps)
 
 
 @cache
@@ -147,4 +167,4 @@ def _by_ones(kind: TensorType) -> GpuKernel:
         if lane == 0:
             _finish(total, row, output, bias, y, outputs, add)
 
-    return GpuKernel(f"linear_{kind.name.lower()}_odd", linear, THREADS, _grid)
+    return GpuKernel(f"linear_{kind.name.lower()}_odd", linear, THREADS, _by_warps)
