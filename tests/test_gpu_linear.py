@@ -70,10 +70,14 @@ def close(found: Floats, x: Floats, weight: Floats, expected: Floats) -> bool:
 
 
 @every_kind
-@pytest.mark.parametrize("outputs", [11, 1], ids=["a group and three", "one"])
-def test_linear_is_that_of_numpy(gpu: gpu_launches.Run, kind: TensorType, outputs: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "outputs"), [(2, 11), (1, 1)], ids=["a group and three", "one output"]
+)
+def test_linear_is_that_of_numpy(
+    gpu: gpu_launches.Run, kind: TensorType, rows: int, outputs: int
+) -> None:
     values = width_of(kind)
-    matrix, x = Matrix.random(kind, outputs, values), normal(2, values, seed=1)
+    matrix, x = Matrix.random(kind, outputs, values), normal(rows, values, seed=1)
     found = linear(gpu, matrix, x)
     read = as_read(kind, x).astype(np.float64)
     assert close(found, read, matrix.weight, plain.linear(read, matrix.weight))
@@ -81,7 +85,16 @@ def test_linear_is_that_of_numpy(gpu: gpu_launches.Run, kind: TensorType, output
 
 @pytest.mark.parametrize(
     ("kind", "values"),
-    [(T.Q8_0, 34 * 32), (T.Q6_K, 5 * 256), (T.F16, 264), (T.F32, 2), (T.BF16, 33), (T.MXFP4, 32)],
+    [
+        (T.Q8_0, 34 * 32),
+        (T.Q6_K, 5 * 256),
+        (T.MXFP4, 32),
+        (T.F32, 264),
+        (T.F16, 264),
+        (T.BF16, 264),
+        (T.F32, 2),
+        (T.BF16, 33),
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_rows_of_any_length_are_multiplied(
@@ -130,6 +143,14 @@ def test_a_matrix_of_extreme_quants_does_not_overflow(gpu: gpu_launches.Run) -> 
     matrix = Matrix(T.Q8_0, pack(T.Q8_0, raw.reshape(-1), 8, values), weight)
     x = np.full((1, values), np.float32(127))
     assert np.all(linear(gpu, matrix, x) == np.float32(-128 * 127 * values))
+
+
+@pytest.mark.parametrize("kind", [T.Q8_0, T.F32], ids=lambda kind: kind.name)
+def test_more_outputs_than_a_grid_has_blocks_are_refused(kind: TensorType) -> None:
+    grid = linear_kernel(kind, 32).grid
+    assert grid({"outputs": 524_280}, 1) == (1, 65_535, 1)
+    with pytest.raises(ValueError, match="524,281 outputs: at most 524,280"):
+        grid({"outputs": 524_281}, 1)
 
 
 def test_a_type_without_kernels_on_a_card_is_refused() -> None:
