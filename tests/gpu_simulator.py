@@ -213,6 +213,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "nearest_i32": _nearest,
     # The product of two float32 is exact in float64; its sum is rounded to 53 bits and then to 24.
     "fma": lambda a, b, c: np.float32(np.float64(a) * np.float64(b) + np.float64(c)),
+    "larger_f32": np.fmax,
     "square_root": np.sqrt,
     "i32": lambda x: _signed(x, 32),
     "i64": lambda x: x,

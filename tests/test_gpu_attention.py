@@ -7,15 +7,14 @@ from itertools import product
 
 import numpy as np
 import pytest
-from gpu_launches import Run, aligned
+from gpu_launches import Run, aligned, check_code, shaped
 from kv_store import Floats, Store, random_heads
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.formats import CACHE_TYPES
 from strata_nb.kernels import reference
 from strata_nb.kernels.gpu.attention import attention_kernel
-from strata_nb.kernels.gpu.compile import link, ptx_code
-from strata_nb.kernels.table import KERNELS
+from strata_nb.kernels.gpu.functions import gpu_kernel
 
 UNTOUCHED = np.float32(7e33)
 SCALE = 0.25
@@ -186,12 +185,13 @@ def test_heads_that_a_card_cannot_read_are_refused(length: int) -> None:
         attention_kernel("f16", "f16", length, 64, 1)
 
 
+def test_types_that_no_cache_has_are_refused() -> None:
+    one = shaped("attention", ("f16", "q4_0"), heads=1, kv_heads=1, key_length=8, value_length=8)
+    with pytest.raises(ValueError, match="no pair of types"):
+        gpu_kernel(one)
+
+
 @pytest.mark.parametrize("kind", CACHE_TYPES)
-def test_attention_needs_no_double_and_spills_nothing(kind: str) -> None:
-    kernel = attention_kernel(kind, kind, 128, 128, 8)
-    kinds = [argument.kind for argument in KERNELS["attention"].arguments]
-    text = ptx_code(kernel.function, kinds, kernel.threads)
-    assert ".f64" not in text
-    made = link(text, "sm_90")
-    assert made.spill_bytes == 0
-    assert made.registers <= kernel.registers
+def test_attention_computes_in_single_precision(kind: str) -> None:
+    sizes = {"heads": 8, "kv_heads": 2, "key_length": 128, "value_length": 128}
+    check_code("attention", (kind, kind), **sizes)

@@ -70,10 +70,14 @@ def close(found: Floats, x: Floats, weight: Floats, expected: Floats) -> bool:
 
 
 @every_kind
-@pytest.mark.parametrize("outputs", [11, 1], ids=["a group and three", "one"])
-def test_linear_is_that_of_numpy(gpu: gpu_launches.Run, kind: TensorType, outputs: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "outputs"), [(2, 11), (1, 1)], ids=["a group and three", "one output"]
+)
+def test_linear_is_that_of_numpy(
+    gpu: gpu_launches.Run, kind: TensorType, rows: int, outputs: int
+) -> None:
     values = width_of(kind)
-    matrix, x = Matrix.random(kind, outputs, values), normal(2, values, seed=1)
+    matrix, x = Matrix.random(kind, outputs, values), normal(rows, values, seed=1)
     found = linear(gpu, matrix, x)
     read = as_read(kind, x).astype(np.float64)
     assert close(found, read, matrix.weight, plain.linear(read, matrix.weight))
@@ -81,7 +85,16 @@ def test_linear_is_that_of_numpy(gpu: gpu_launches.Run, kind: TensorType, output
 
 @pytest.mark.parametrize(
     ("kind", "values"),
-    [(T.Q8_0, 34 * 32), (T.Q6_K, 5 * 256), (T.F16, 264), (T.F32, 2), (T.BF16, 33), (T.MXFP4, 32)],
+    [
+        (T.Q8_0, 34 * 32),
+        (T.Q6_K, 5 * 256),
+        (T.MXFP4, 32),
+        (T.F32, 264),
+        (T.F16, 264),
+        (T.BF16, 264),
+        (T.F32, 2),
+        (T.BF16, 33),
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_rows_of_any_length_are_multiplied(

@@ -27,7 +27,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     store_i32,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, Grid, blocks_of
+from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, Grid, blocks_of, warp_max_i32
 from strata_nb.kernels.quantised_rows import (
     HALF_SUMS,
     SCALES,
@@ -54,12 +54,7 @@ def quantise_sub_block(x: Any, lane: Any, target_row: Any, sub_blocks: Any, numb
     target_row   address of the quantised row
     sub_blocks   how many it has
     """
-    bits = i32(bits_of_f32(x) & _MAGNITUDE)
-    bits = max(bits, shuffle_xor_i32(bits, 16))
-    bits = max(bits, shuffle_xor_i32(bits, 8))
-    bits = max(bits, shuffle_xor_i32(bits, 4))
-    bits = max(bits, shuffle_xor_i32(bits, 2))
-    bits = max(bits, shuffle_xor_i32(bits, 1))
+    bits = warp_max_i32(i32(bits_of_f32(x) & _MAGNITUDE))
     magnitude = f32_of_bits(bits)
     scale = f32(0.0)
     quant = i32(0)

@@ -33,6 +33,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     f32,
     fma,
     i64,
+    larger_f32,
     load_f32,
     load_i64,
     shared_load_f32,
@@ -149,7 +150,7 @@ def attention_kernel(
                 score = shared_load_f32(_SCORES + 4 * thread)
                 before = best
                 other = shared_load_f32(_SCORES + 4 * (thread ^ WARP))
-                best = max(best, warp_max(max(score, other)))
+                best = larger_f32(best, warp_max(larger_f32(score, other)))
                 # While all scores are -infinity, any finite number gives the weights 0.
                 finite = f32(0.0) if best == f32(_MINUS_INFINITY) else best
                 shrink = exp(before - finite)

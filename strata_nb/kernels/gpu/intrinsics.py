@@ -520,6 +520,13 @@ fma = Intrinsic(
     ptx=("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f"),
     amdgpu=_call("llvm.fma.f32", "f32(f32, f32, f32)"),
 )
+# The larger of two floats, the other one where one is NaN. Python's max becomes a call of NVIDIA's.
+larger_f32 = Intrinsic(
+    "larger_f32",
+    "f32(f32, f32)",
+    ptx=("max.f32 $0, $1, $2;", "=f,f,f"),
+    amdgpu=_call("llvm.maxnum.f32", "f32(f32, f32)"),
+)
 # Correctly rounded.
 square_root = Intrinsic(
     "square_root",

@@ -22,6 +22,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     barrier,
     f32,
+    larger_f32,
     shared_load_f32,
     shared_store_f32,
     shuffle_xor_f32,
@@ -79,11 +80,11 @@ def warp_sum(x: Any) -> Any:
 
 def warp_max(x: Any) -> Any:
     """Return the largest of a warp's lanes, the same in each; no lane holds a NaN."""
-    x = max(x, shuffle_xor_f32(x, 16))
-    x = max(x, shuffle_xor_f32(x, 8))
-    x = max(x, shuffle_xor_f32(x, 4))
-    x = max(x, shuffle_xor_f32(x, 2))
-    return max(x, shuffle_xor_f32(x, 1))
+    x = larger_f32(x, shuffle_xor_f32(x, 16))
+    x = larger_f32(x, shuffle_xor_f32(x, 8))
+    x = larger_f32(x, shuffle_xor_f32(x, 4))
+    x = larger_f32(x, shuffle_xor_f32(x, 2))
+    return larger_f32(x, shuffle_xor_f32(x, 1))
 
 
 def warp_sum_i32(x: Any) -> Any:
@@ -94,6 +95,15 @@ def warp_sum_i32(x: Any) -> Any:
     x += shuffle_xor_i32(x, 2)
     x += shuffle_xor_i32(x, 1)
     return x
+
+
+def warp_max_i32(x: Any) -> Any:
+    """Return the largest of a warp's lanes of an i32."""
+    x = max(x, shuffle_xor_i32(x, 16))
+    x = max(x, shuffle_xor_i32(x, 8))
+    x = max(x, shuffle_xor_i32(x, 4))
+    x = max(x, shuffle_xor_i32(x, 2))
+    return max(x, shuffle_xor_i32(x, 1))
 
 
 def block_sum(x: Any, thread: Any, warps: Any) -> Any:
@@ -110,4 +120,13 @@ def block_sum(x: Any, thread: Any, warps: Any) -> Any:
     return warp_sum(shared_load_f32(4 * lane) if lane < warps else f32(0.0))
 
 
-__all__ = ["WARP", "GpuKernel", "block_sum", "blocks_of", "warp_max", "warp_sum", "warp_sum_i32"]
+__all__ = [
+    "WARP",
+    "GpuKernel",
+    "block_sum",
+    "blocks_of",
+    "warp_max",
+    "warp_max_i32",
+    "warp_sum",
+    "warp_sum_i32",
+]

@@ -22,17 +22,17 @@ from strata_nb.kernels.gpu.intrinsics import (
     f32_of_half,
     fetch_f32,
     half_of_f32,
+    i32,
     i64,
     load_f32,
     load_i64,
     nearest_i32,
-    shuffle_xor_i32,
     store_f32,
     store_i8,
     store_i16,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import Function, GpuKernel
+from strata_nb.kernels.gpu.operations import Function, GpuKernel, warp_max_i32
 from strata_nb.kernels.gpu.planes import plane_bytes
 
 _THREADS = 64
@@ -113,15 +113,6 @@ def _rotated(x: int, cosines: int, number: int, length: int, planes: int, halves
     return _first(here, load_f32(x + 4 * (number + distance)), cosine, sine)
 
 
-def _largest(bits: Any) -> Any:
-    """Return the largest of a warp's integers."""
-    bits = max(bits, shuffle_xor_i32(bits, 16))
-    bits = max(bits, shuffle_xor_i32(bits, 8))
-    bits = max(bits, shuffle_xor_i32(bits, 4))
-    bits = max(bits, shuffle_xor_i32(bits, 2))
-    return max(bits, shuffle_xor_i32(bits, 1))
-
-
 def _quantised(value: Any, scale: Any) -> Any:
     """Return a value over its scale, to nearest, ties to even, within -127 .. 127."""
     return max(min(nearest_i32(value / scale), _LIMIT), -_LIMIT)
@@ -154,7 +145,8 @@ def _store_of(kind: str, length: int) -> Function:
 
     def store_bytes(plane: int, cell: int, group: int, lane: int, low: Any, high: Any) -> None:
         # As integers, magnitudes are in order, and NaN > infinity > the rest.
-        bits = _largest(max(bits_of_f32(low) & _MAGNITUDE, bits_of_f32(high) & _MAGNITUDE))
+        bits = max(bits_of_f32(low) & _MAGNITUDE, bits_of_f32(high) & _MAGNITUDE)
+        bits = warp_max_i32(i32(bits))
         half = half_of_f32(f32_of_bits(bits) / f32(127.0))
         scale = f32_of_half(half)
         # Else there is nothing to keep, or a scale that shows as NaN when read.

@@ -51,6 +51,16 @@ _INFINITY = math.inf
 
 # -- the router ------------------------------------------------------------------------------------
 
+# Shared memory: the sums of `block_sum`; the logit of every expert; logit and number of every
+# candidate, and of the chosen, best first; the shares of the chosen in order of number.
+_LOGITS = 4 * WARP
+_CANDIDATES = _LOGITS + 4 * _MOST_EXPERTS
+_CANDIDATE_NUMBERS = _CANDIDATES + 4 * _MOST_EXPERTS
+_CHOSEN = _CANDIDATE_NUMBERS + 4 * _MOST_EXPERTS
+_CHOSEN_NUMBERS = _CHOSEN + 4 * _GROUP
+_SHARES = _CHOSEN_NUMBERS + 4 * _GROUP
+_SHARED_BYTES = _SHARES + 4 * _GROUP
+
 
 def _before(values: Any, own: Any, first: Any, last: Any) -> Any:
     """Return how many of entries first .. last - 1 in shared memory come before entry `own`."""
@@ -63,85 +73,93 @@ def _before(values: Any, own: Any, first: Any, last: Any) -> Any:
     return i64(count)
 
 
-@cache
-def _router_top_k(threads: int) -> GpuKernel:
-    # Shared memory: sums of `block_sum`; of every expert its logit; of every candidate its logit
-    # and number, in the end of the chosen ones their shares and numbers.
-    logits_at = 4 * WARP
-    values_at = logits_at + 4 * threads
-    numbers_at = values_at + 4 * threads
-    best_at = numbers_at + 4 * threads
-    best_numbers_at = best_at + 4 * _GROUP
-    shares_at = best_numbers_at + 4 * _GROUP
+def _propose(expert: Any, top_k: Any) -> None:
+    """Make an expert a candidate if it is among the top_k of its group.
 
-    def router_top_k(
-        rows: int,
-        logits: int,
-        chosen: int,
-        shares: int,
-        experts: int,
-        top_k: int,
-        renormalise: int,
-    ) -> None:
-        row, thread = i64(block_x()), i64(thread_index())
-        if row >= load_i64(rows):
-            return
-        lowest = f32(-_INFINITY)
-        logit = load_f32(logits + 4 * (experts * row + thread)) if thread < experts else lowest
-        shared_store_f32(logits_at + 4 * thread, logit if logit >= lowest else lowest)  # NaN
-        shared_store_f32(values_at + 4 * thread, lowest)
-        barrier()
-        # The best of each group. What a last, small group lacks is -infinity, and comes after all
-        # others: it lies behind them.
-        if thread < experts:
-            first = thread & -_GROUP
-            place = _before(logits_at, thread, first, first + _GROUP)
-            if place < top_k:
-                candidate = 4 * ((thread >> 6) * top_k + place)
-                shared_store_f32(values_at + candidate, shared_load_f32(logits_at + 4 * thread))
-                shared_store_i32(numbers_at + candidate, i32(thread))
-        barrier()
-        candidates = ((experts + _GROUP - 1) >> 6) * top_k
-        if thread < candidates:
-            place = _before(values_at, thread, i64(0), candidates)
-            if place < top_k:
-                shared_store_f32(best_at + 4 * place, shared_load_f32(values_at + 4 * thread))
-                number = shared_load_i32(numbers_at + 4 * thread)
-                shared_store_i32(best_numbers_at + 4 * place, number)
-        barrier()
-        most = shared_load_f32(best_at)
-        total = block_sum(
-            exp(logit - most) if thread < experts else f32(0.0), thread, threads // WARP
-        )
-        # Among the chosen by number.
-        share, place = f32(0.0), i64(0)
-        if thread < top_k:
-            number, other = shared_load_i32(best_numbers_at + 4 * thread), i64(0)
-            while other < top_k:
-                place += 1 if shared_load_i32(best_numbers_at + 4 * other) < number else 0
-                other += 1
-            share = exp(shared_load_f32(best_at + 4 * thread) - most) / total
-            shared_store_f32(shares_at + 4 * place, share)
-            store_i64(chosen + 8 * (top_k * row + place), i64(number))
-        barrier()
-        if thread < top_k:
-            if renormalise != 0:
-                of_chosen, other = f32(0.0), i64(0)
-                while other < top_k:
-                    of_chosen += shared_load_f32(shares_at + 4 * other)
-                    other += 1
-                share = share / of_chosen
-            store_f32(shares + 4 * (top_k * row + place), share)
-
-    def shared_bytes(_: Arguments) -> int:
-        return shares_at + 4 * _GROUP
-
-    name = f"router_top_k_{threads}"
-    return GpuKernel(name, router_top_k, threads, _a_block_for_a_row, shared_bytes, registers=64)
+    What a last, small group lacks is -infinity, and comes after all others: it lies behind them.
+    """
+    first = expert & -_GROUP
+    place = _before(_LOGITS, expert, first, first + _GROUP)
+    if place < top_k:
+        candidate = 4 * ((expert >> 6) * top_k + place)
+        shared_store_f32(_CANDIDATES + candidate, shared_load_f32(_LOGITS + 4 * expert))
+        shared_store_i32(_CANDIDATE_NUMBERS + candidate, i32(expert))
 
 
-def _a_block_for_a_row(_: Arguments, most_rows: int) -> Grid:
+def _elect(candidate: Any, candidates: Any, top_k: Any) -> None:
+    """Choose a candidate if it is among the top_k of all."""
+    place = _before(_CANDIDATES, candidate, i64(0), candidates)
+    if place < top_k:
+        shared_store_f32(_CHOSEN + 4 * place, shared_load_f32(_CANDIDATES + 4 * candidate))
+        number = shared_load_i32(_CANDIDATE_NUMBERS + 4 * candidate)
+        shared_store_i32(_CHOSEN_NUMBERS + 4 * place, number)
+
+
+def _place_by_number(number: Any, top_k: Any) -> Any:
+    """Return how many of the chosen have a lower number."""
+    place, other = i64(0), i64(0)
+    while other < top_k:
+        place += 1 if shared_load_i32(_CHOSEN_NUMBERS + 4 * other) < number else 0
+        other += 1
+    return place
+
+
+def _sum_of_shares(top_k: Any) -> Any:
+    total, place = f32(0.0), i64(0)
+    while place < top_k:
+        total += shared_load_f32(_SHARES + 4 * place)
+        place += 1
+    return total
+
+
+def _router_top_k(
+    rows: int,
+    logits: int,
+    chosen: int,
+    shares: int,
+    experts: int,
+    top_k: int,
+    renormalise: int,
+) -> None:
+    row, thread = i64(block_x()), i64(thread_index())
+    if row >= load_i64(rows):
+        return
+    groups, lowest = (experts + _GROUP - 1) >> 6, f32(-_INFINITY)
+    logit = load_f32(logits + 4 * (experts * row + thread)) if thread < experts else lowest
+    shared_store_f32(_LOGITS + 4 * thread, logit if logit >= lowest else lowest)  # NaN
+    shared_store_f32(_CANDIDATES + 4 * thread, lowest)
+    barrier()
+    if thread < experts:
+        _propose(thread, top_k)
+    barrier()
+    if thread < groups * top_k:
+        _elect(thread, groups * top_k, top_k)
+    barrier()
+    most = shared_load_f32(_CHOSEN)
+    raised = exp(logit - most) if thread < experts else f32(0.0)
+    total = block_sum(raised, thread, groups * (_GROUP // WARP))
+    share, place = f32(0.0), i64(0)
+    if thread < top_k:
+        number = shared_load_i32(_CHOSEN_NUMBERS + 4 * thread)
+        place = _place_by_number(number, top_k)
+        share = exp(shared_load_f32(_CHOSEN + 4 * thread) - most) / total
+        shared_store_f32(_SHARES + 4 * place, share)
+        store_i64(chosen + 8 * (top_k * row + place), i64(number))
+    barrier()
+    if thread < top_k:
+        if renormalise != 0:
+            share = share / _sum_of_shares(top_k)
+        store_f32(shares + 4 * (top_k * row + place), share)
+
+
+def _grid(_: Arguments, most_rows: int) -> Grid:
     return most_rows, 1, 1
+
+
+@cache
+def _of_threads(threads: int) -> GpuKernel:
+    name = f"router_top_k_{threads}"
+    return GpuKernel(name, _router_top_k, threads, _grid, lambda _: _SHARED_BYTES, registers=64)
 
 
 def router_top_k_kernel(experts: int, top_k: int) -> GpuKernel:
@@ -156,7 +174,7 @@ def router_top_k_kernel(experts: int, top_k: int) -> GpuKernel:
             f"not {top_k:,} of {experts:,}",
             hint="compute on the processor: --device host",
         )
-    return _router_top_k(_GROUP * blocks_of(experts, _GROUP))
+    return _of_threads(_GROUP * blocks_of(experts, _GROUP))
 
 
 # -- rows by expert --------------------------------------------------------------------------------
