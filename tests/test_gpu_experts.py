@@ -78,7 +78,7 @@ class GateUp(NamedTuple):
 
 GATE_UPS = [
     GateUp(T.Q8_0, T.Q8_0, 64, 32),
-    GateUp(T.Q4_K, T.Q6_K, 512, 64),
+    GateUp(T.Q4_K, T.Q6_K, 768, 64),
     GateUp(T.Q8_0, T.Q4_0, 160, 45),
     GateUp(T.F32, T.F32, 77, 45),
     GateUp(T.F16, T.BF16, 264, 32),

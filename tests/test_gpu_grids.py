@@ -73,6 +73,6 @@ def test_only_a_type_with_two_scales_a_sub_block_says_so(kind: TensorType) -> No
     assert (DECODERS[kind].offset, DECODERS[kind].minima) == (0, False)
 
 
-@kinds
+@pytest.mark.parametrize("kind", [T.IQ1_M, T.IQ2_S, T.IQ3_S], ids=lambda kind: kind.name)
 def test_nothing_is_done_in_double_precision(kind: TensorType) -> None:
     check_code("embed", kind)

@@ -15,16 +15,16 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu import grids
 from strata_nb.kernels.gpu.activations import quantise_sub_block
 from strata_nb.kernels.gpu.exponential import silu
-from strata_nb.kernels.gpu.floats import EIGHT, FLOATS
+from strata_nb.kernels.gpu.floats import EIGHT, FLOATS, lane_product
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     barrier,
     block_x,
     block_y,
     f32,
-    fetch_f32,
     fma,
     i64,
     load_f32,
@@ -33,20 +33,25 @@ from strata_nb.kernels.gpu.intrinsics import (
     shared_load_i64,
     shared_store_f32,
     shared_store_i64,
-    shuffle_xor_f32,
     store_f32,
     thread_index,
 )
 from strata_nb.kernels.gpu.operations import (
     Arguments,
-    Function,
     GpuKernel,
     Grid,
     blocks_of,
     warp_sum,
     warp_sum_i32,
 )
-from strata_nb.kernels.gpu.products import WARP_SUB_BLOCKS, row_bytes_of, sub_block_product
+from strata_nb.kernels.gpu.products import (
+    WARP_SUB_BLOCKS,
+    decoder_of,
+    row_bytes_of,
+    row_sum,
+    sub_block_dot,
+    sub_block_product,
+)
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK, UNPACKED
 
@@ -130,8 +135,12 @@ def _packed_gate_up(gate_kind: TensorType, up_kind: TensorType) -> GpuKernel:
 
     Reads gate and up once for each choice, (values + 32) * 3 / 2 bytes of its row for each group.
     """
-    add_gate, gate_bytes = sub_block_product(gate_kind), row_bytes_of(gate_kind)
-    add_up, up_bytes = sub_block_product(up_kind), row_bytes_of(up_kind)
+    gate_decode, gate_dot = decoder_of(gate_kind).decode, sub_block_dot(gate_kind)
+    up_decode, up_dot = decoder_of(up_kind).decode, sub_block_dot(up_kind)
+    gate_bytes, up_bytes = row_bytes_of(gate_kind), row_bytes_of(up_kind)
+    # Two sub-blocks on their way hide more of the memory's latency. The grid types wait for their
+    # tables instead, and have no registers for it.
+    in_pairs = not {gate_kind, up_kind} & grids.DECODERS.keys()
 
     def expert_gate_up(
         rows: int,
@@ -167,12 +176,24 @@ def _packed_gate_up(gate_kind: TensorType, up_kind: TensorType) -> GpuKernel:
             row = min(lane & GROUP_ROWS - 1, rows_in_group - 1)
             of_gate = blob + gate_offset + first * gate_bytes(sub_blocks)
             of_up = blob + up_offset + first * up_bytes(sub_blocks)
-            s = WARP_SUB_BLOCKS * part + (lane >> 3)
+            s, step = WARP_SUB_BLOCKS * part + (lane >> 3), WARP_SUB_BLOCKS * _PARTS
+            while in_pairs and s + step < sub_blocks:
+                gates = gate_decode(of_gate, rows_in_group, row, sub_blocks, s)
+                ups = up_decode(of_up, rows_in_group, row, sub_blocks, s)
+                more_gates = gate_decode(of_gate, rows_in_group, row, sub_blocks, s + step)
+                more_ups = up_decode(of_up, rows_in_group, row, sub_blocks, s + step)
+                gate = gate_dot(gate, gates, of_row, sub_blocks, s)
+                up = up_dot(up, ups, of_row, sub_blocks, s)
+                gate = gate_dot(gate, more_gates, of_row, sub_blocks, s + step)
+                up = up_dot(up, more_ups, of_row, sub_blocks, s + step)
+                s += 2 * step
             while s < sub_blocks:
-                gate = add_gate(gate, of_gate, rows_in_group, row, of_row, sub_blocks, s)
-                up = add_up(up, of_up, rows_in_group, row, of_row, sub_blocks, s)
-                s += WARP_SUB_BLOCKS * _PARTS
-        gate, up = _row_sum(gate), _row_sum(up)
+                gates = gate_decode(of_gate, rows_in_group, row, sub_blocks, s)
+                ups = up_decode(of_up, rows_in_group, row, sub_blocks, s)
+                gate = gate_dot(gate, gates, of_row, sub_blocks, s)
+                up = up_dot(up, ups, of_row, sub_blocks, s)
+                s += step
+        gate, up = row_sum(gate), row_sum(up)
         if lane < GROUP_ROWS:
             place = _SUMS_BYTES * part + 4 * (GROUP_ROWS * (warp % _GROUPS) + lane)
             shared_store_f32(place, gate)
@@ -195,8 +216,8 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
 
     Reads gate and up once for each choice, and its row for each warp.
     """
-    gate_product, gate_size = _lane_product(gate_kind, in_eights), FLOATS[gate_kind].size_bytes
-    up_product, up_size = _lane_product(up_kind, in_eights), FLOATS[up_kind].size_bytes
+    gate_product, gate_size = lane_product(gate_kind, in_eights), FLOATS[gate_kind].size_bytes
+    up_product, up_size = lane_product(up_kind, in_eights), FLOATS[up_kind].size_bytes
     each = SUB_BLOCK // _WARPS
 
     def expert_gate_up(
@@ -242,12 +263,6 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
 
     name = _name(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", in_eights)
     return GpuKernel(name, expert_gate_up, _THREADS, _gate_up_grid, lambda _: 2 * _SUMS_BYTES)
-
-
-def _row_sum(x: Any) -> Any:
-    """Return the sum over the four lanes of a row of a group."""
-    x += shuffle_xor_f32(x, 8)
-    return x + shuffle_xor_f32(x, 16)
 
 
 def _part_sum(place: int) -> Any:
@@ -358,7 +373,7 @@ def _packed_down(kind: TensorType) -> GpuKernel:
             product = add(f32(0.0), blob + group, rows_in_group, row, x, sub_blocks, s)
             total = fma(share, product, total)
             k, s = _wrapped(k, s + WARP_SUB_BLOCKS * _WARPS, sub_blocks)
-        total = _row_sum(total)
+        total = row_sum(total)
         if lane < GROUP_ROWS:
             shared_store_f32(4 * (GROUP_ROWS * warp + lane), total)
         barrier()
@@ -376,7 +391,7 @@ def _float_down(kind: TensorType, in_eights: bool) -> GpuKernel:
 
     Reads down once for each choice, and its row for each warp.
     """
-    product, size = _lane_product(kind, in_eights), FLOATS[kind].size_bytes
+    product, size = lane_product(kind, in_eights), FLOATS[kind].size_bytes
 
     def expert_down(
         rows: int,
@@ -438,37 +453,5 @@ def _sum_of_warps(output: int) -> Any:
     return total
 
 
-# -- products of floats ----------------------------------------------------------------------------
-
-
 def _name(name: str, in_eights: bool) -> str:
     return name.lower() if in_eights else f"{name.lower()}_odd"
-
-
-def _lane_product(kind: TensorType, in_eights: bool) -> Function:
-    """Return a device function: what a lane of a warp has of a product of two rows.
-
-    product(weights, x, values, lane) -> float. With rows of whole eights lane l takes the values
-    8 * l .. + 7 of each 256, else value l of each 32.
-    """
-    size, one, eight = FLOATS[kind]
-    _, _, eight_floats = FLOATS[TensorType.F32]
-
-    def by_eights(weights: int, x: int, values: int, lane: int) -> Any:
-        total, value = f32(0.0), EIGHT * lane
-        while value < values:
-            a, b, c, d, e, f, g, h = eight(weights + size * value)
-            xa, xb, xc, xd, xe, xf, xg, xh = eight_floats(x + 4 * value)
-            total = fma(d, xd, fma(c, xc, fma(b, xb, fma(a, xa, total))))
-            total = fma(h, xh, fma(g, xg, fma(f, xf, fma(e, xe, total))))
-            value += EIGHT * WARP
-        return total
-
-    def by_ones(weights: int, x: int, values: int, lane: int) -> Any:
-        total, value = f32(0.0), lane
-        while value < values:
-            total = fma(one(weights + size * value), fetch_f32(x + 4 * value), total)
-            value += WARP
-        return total
-
-    return by_eights if in_eights else by_ones

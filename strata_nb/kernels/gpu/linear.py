@@ -14,15 +14,13 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType
-from strata_nb.kernels.gpu.floats import EIGHT, FLOATS
+from strata_nb.kernels.gpu.floats import EIGHT, FLOATS, lane_product
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     barrier,
     block_x,
     block_y,
-    f32,
     fetch_f32,
-    fma,
     i64,
     load_f32,
     load_i64,
@@ -52,9 +50,7 @@ def linear_kernel(kind: TensorType, values: int) -> GpuKernel:
 
     ValueError for a type that has no kernels on a card.
     """
-    if kind not in UNPACKED:
-        return _packed(kind)
-    return _by_eights(kind) if values % EIGHT == 0 else _by_ones(kind)
+    return _plain(kind, values % EIGHT == 0) if kind in UNPACKED else _packed(kind)
 
 
 def _finish(total: Any, row: int, output: int, bias: int, y: int, outputs: int, add: int) -> None:
@@ -128,13 +124,12 @@ def _by_warps(arguments: Arguments, most_rows: int) -> Grid:
 
 
 @cache
-def _by_eights(kind: TensorType) -> GpuKernel:
-    """Return the kernel for floats in rows of whole eights, which begin at multiples of 16 bytes.
+def _plain(kind: TensorType, in_eights: bool) -> GpuKernel:
+    """Return the kernel of floats, on a grid (rows, outputs / 8).
 
-    Its grid is (rows, outputs / 8). Lane l takes the values 8 * l .. + 7 of each 256.
+    in_eights   rows are whole eights (`floats.lane_product`)
     """
-    size, _, eight = FLOATS[kind]
-    _, _, eight_floats = FLOATS[TensorType.F32]
+    size, product = FLOATS[kind].size_bytes, lane_product(kind, in_eights)
 
     def linear(
         rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
@@ -144,40 +139,10 @@ def _by_eights(kind: TensorType) -> GpuKernel:
         if row >= load_i64(rows) or output >= outputs:
             return
         lane = thread & WARP - 1
-        total, value = f32(0.0), EIGHT * lane
-        while value < values:
-            a, b, c, d, e, f, g, h = eight(weight + size * (output * values + value))
-            xa, xb, xc, xd, xe, xf, xg, xh = eight_floats(x + 4 * (row * values + value))
-            total = fma(d, xd, fma(c, xc, fma(b, xb, fma(a, xa, total))))
-            total = fma(h, xh, fma(g, xg, fma(f, xf, fma(e, xe, total))))
-            value += EIGHT * WARP
-        total = warp_sum(total)
+        of_output, of_row = weight + size * output * values, x + 4 * row * values
+        total = warp_sum(product(of_output, of_row, values, lane))
         if lane == 0:
             _finish(total, row, output, bias, y, outputs, add)
 
-    return GpuKernel(f"linear_{kind.name.lower()}", linear, THREADS, _by_warps)
-
-
-@cache
-def _by_ones(kind: TensorType) -> GpuKernel:
-    """Return the kernel for floats in rows of any length; neighbouring lanes read neighbours."""
-    size, one, _ = FLOATS[kind]
-
-    def linear(
-        rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
-    ) -> None:
-        row, thread = i64(block_x()), i64(thread_index())
-        output = WARPS * i64(block_y()) + (thread >> 5)
-        if row >= load_i64(rows) or output >= outputs:
-            return
-        lane = thread & WARP - 1
-        total, value = f32(0.0), lane
-        while value < values:
-            found = one(weight + size * (output * values + value))
-            total = fma(found, fetch_f32(x + 4 * (row * values + value)), total)
-            value += WARP
-        total = warp_sum(total)
-        if lane == 0:
-            _finish(total, row, output, bias, y, outputs, add)
-
-    return GpuKernel(f"linear_{kind.name.lower()}_odd", linear, THREADS, _by_warps)
+    name = f"linear_{kind.name}" if in_eights else f"linear_{kind.name}_odd"
+    return GpuKernel(name.lower(), linear, THREADS, _by_warps)

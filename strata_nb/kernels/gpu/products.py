@@ -108,7 +108,7 @@ def sub_block_product(kind: TensorType) -> Function:
     return add
 
 
-def _row_sum(x: Any) -> Any:
+def row_sum(x: Any) -> Any:
     """Return the sum over the four lanes that have the same row of a group."""
     x += shuffle_xor_f32(x, 8)
     return x + shuffle_xor_f32(x, 16)
@@ -141,7 +141,7 @@ def group_product(kind: TensorType) -> Function:
         if s < sub_blocks:
             ones = decode(group, rows_in_group, row, sub_blocks, s)
             total = dot(total, ones, x, sub_blocks, s)
-        return _row_sum(total)
+        return row_sum(total)
 
     return product
 
@@ -176,6 +176,6 @@ def group_products(kind: TensorType) -> Function:
             c = dot(c, decoded, xc, sub_blocks, s)
             d = dot(d, decoded, xd, sub_blocks, s)
             s += WARP_SUB_BLOCKS * parts
-        return _row_sum(a), _row_sum(b), _row_sum(c), _row_sum(d)
+        return row_sum(a), row_sum(b), row_sum(c), row_sum(d)
 
     return products
