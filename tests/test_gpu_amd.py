@@ -69,7 +69,7 @@ def few() -> list[Case]:
 def others() -> list[Case]:
     """Return the rest; of pairs of weights those of a type with itself, and a mixed one."""
     found = [(name, one) for name, kernel in KERNELS.items() for one in VARIANTS[kernel.axis]]
-    seen, mixed = few(), ("expert_gate_up", (T.Q4_K, T.F16))
+    seen, mixed = few(), ("expert_gate_up", (T.Q4_K, T.Q6_K))
     return [
         (name, one)
         for name, one in found
