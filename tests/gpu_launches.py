@@ -87,5 +87,5 @@ def check_code(kernel: str, variant: Any = None, **values: int | float) -> None:
     one = shaped(kernel, variant, **values)
     found = gpu_kernel(one)
     assert found is not None, f"{kernel} has nothing to run on a card"
-    code = ptx_code(found.function, argument_kinds(one), found.threads)
+    code = ptx_code(found, argument_kinds(one))
     assert ".f64" not in code, f"{found.name} computes in double precision"

@@ -73,7 +73,7 @@ EVERY_KERNEL = every_kernel(lengths=True)
 def check(made_of: tuple[GpuKernel, Sequence[str]], targets: Sequence[str]) -> None:
     """Compile a kernel for targets."""
     kernel, kinds = made_of
-    code = gpu_compile.ptx_code(kernel.function, kinds, kernel.threads)
+    code = gpu_compile.ptx_code(kernel, kinds)
     assert ".f64" not in code  # cards for games compute it 64 times slower
     for target in targets:
         made = gpu_compile.link(code, target)

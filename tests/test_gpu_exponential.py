@@ -12,6 +12,7 @@ from test_exponential import run as host_run
 from strata_nb.kernels.gpu.compile import ptx_code
 from strata_nb.kernels.gpu.exponential import exp, sigmoid, silu
 from strata_nb.kernels.gpu.intrinsics import i64, load_f32, store_f32, thread_index
+from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.reference import Floats
 
 
@@ -62,5 +63,6 @@ def test_it_has_the_bits_of_the_one_of_the_host() -> None:
 
 
 def test_nothing_of_it_is_done_in_double_precision() -> None:
-    ptx = ptx_code(kernel_of(silu), ["address", "address", "integer"], 32)
+    kernel = GpuKernel("silu", kernel_of(silu), 32, lambda _, __: (1, 1, 1))
+    ptx = ptx_code(kernel, ["address", "address", "integer"])
     assert ".f64" not in ptx

@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.gpu.binding import rebind
 from strata_nb.kernels.gpu.intrinsics import Intrinsic
+from strata_nb.kernels.gpu.operations import GpuKernel
 
 Function = Callable[..., Any]
 
+_NEWER = "a newer toolkit: pip install -U 'strata-nb[cuda]'"
 OLDEST = (7, 5)  # what PTX is made for
 _WORDS = {"address": "int64", "integer": "int64", "float": "float32"}
 
@@ -64,25 +66,34 @@ def llvm_code(kernel: Function, kinds: Sequence[str], vendor: str = "ptx") -> tu
     return library, name
 
 
-def ptx_code(kernel: Function, kinds: Sequence[str], threads: int) -> str:
-    """Return PTX of a kernel for the oldest cards; `threads` is the most that a block will have."""
+def ptx_code(kernel: GpuKernel, kinds: Sequence[str]) -> str:
+    """Return PTX of a kernel for the oldest cards, under the kernel's own name.
+
+    kinds   of its arguments, as `llvm_code` has them
+    """
     numba = _numba()
-    library, name = llvm_code(kernel, kinds)
-    numba.nvvm.set_launch_bounds(library.get_function(name), threads)
+    library, name = llvm_code(kernel.function, kinds)
+    numba.nvvm.set_launch_bounds(library.get_function(name), kernel.threads)
     (text,) = library.get_asm_strs(cc=OLDEST)
-    return str(text)
+    # Numba numbers what it compiles: without that the same kernel is the same code every time.
+    return re.sub(r".*_ZN08NumbaEnv.*\n", "", text).replace(name, kernel.name)
 
 
-def cubin_of(kernel: Function, kinds: Sequence[str], threads: int, target: str) -> Cubin:
+def cubin_of(kernel: GpuKernel, kinds: Sequence[str], target: str) -> Cubin:
     """Return a kernel's machine code for a target such as "sm_90"."""
-    return link(ptx_code(kernel, kinds, threads), target)
+    return link(ptx_code(kernel, kinds), target)
 
 
 def link(ptx: str, target: str) -> Cubin:
     """Return the cubin of PTX for a target such as "sm_90"; works without a card."""
     bindings = _numba().nvjitlink
     (entry,) = re.findall(r"\.entry\s+(\w+)\s*\(", ptx)
-    handle = bindings.create(3, [f"-arch={target}", "-verbose", "-O3"])
+    try:
+        handle = bindings.create(3, [f"-arch={target}", "-verbose", "-O3"])
+    except bindings.nvJitLinkError as error:
+        raise UnsupportedDevice(
+            f"the installed toolkit makes no code for {target}: {error}", hint=_NEWER
+        ) from error
     try:
         try:
             data = ptx.encode()
@@ -91,7 +102,7 @@ def link(ptx: str, target: str) -> Cubin:
         except bindings.nvJitLinkError as error:
             raise UnsupportedDevice(
                 f"kernel {entry} cannot be linked for {target}: {_log(bindings, handle, 'error')}",
-                hint="a newer toolkit: pip install -U 'strata-nb[cuda]'",
+                hint=_NEWER,
             ) from error
         image = bytearray(bindings.get_linked_cubin_size(handle))
         bindings.get_linked_cubin(handle, image)

@@ -59,7 +59,7 @@ class Cubins:
         for done, (kernel, kinds) in enumerate(missing):
             if progress is not None:
                 progress(done, len(missing))
-            found[kernel.name] = cubin_of(kernel.function, kinds, kernel.threads, self.target)
+            found[kernel.name] = cubin_of(kernel, kinds, self.target)
             self._write(kernel.name, found[kernel.name])
         if missing and progress is not None:
             progress(len(missing), len(missing))
