@@ -130,7 +130,7 @@ def _finish_gate_up(
 def _packed_gate_up(gate_kind: TensorType, up_kind: TensorType) -> GpuKernel:
     """Return the kernel of packed weights: four groups of outputs, whose sums have two parts.
 
-    Reads gate and up once for each choice, (values + 32) * 3 / 2 bytes of its row for each group.
+    Reads gate and up once for each choice, and its row, 1.5 bytes a value, for each group.
     """
     add_gate, gate_bytes = sub_block_product(gate_kind), row_bytes_of(gate_kind)
     add_up, up_bytes = sub_block_product(up_kind), row_bytes_of(up_kind)
