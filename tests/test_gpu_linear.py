@@ -145,6 +145,14 @@ def test_a_matrix_of_extreme_quants_does_not_overflow(gpu: gpu_launches.Run) -> 
     assert np.all(linear(gpu, matrix, x) == np.float32(-128 * 127 * values))
 
 
+@pytest.mark.parametrize("kind", [T.Q8_0, T.F32], ids=lambda kind: kind.name)
+def test_more_outputs_than_a_grid_has_blocks_are_refused(kind: TensorType) -> None:
+    grid = linear_kernel(kind, 32).grid
+    assert grid({"outputs": 524_280}, 1) == (1, 65_535, 1)
+    with pytest.raises(ValueError, match="524,281 outputs: at most 524,280"):
+        grid({"outputs": 524_281}, 1)
+
+
 def test_a_type_without_kernels_on_a_card_is_refused() -> None:
     with pytest.raises(ValueError, match="TQ1_0 have no kernels"):
         linear_kernel(T.TQ1_0, 256)

@@ -39,9 +39,10 @@ from strata_nb.kernels.gpu.products import (
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, UNPACKED
 
-WARPS = 8
+WARPS = 8  # of a block; of floats each has one of the block's eight outputs
 THREADS = WARPS * WARP
 SHARED_BYTES = 4 * WARPS * ROWS_AT_ONCE * GROUP_ROWS  # the sums of each warp
+MOST_BLOCKS = 65_535  # of a grid in every direction but the first
 
 
 def linear_kernel(kind: TensorType, values: int) -> GpuKernel:
@@ -62,8 +63,20 @@ def _finish(total: Any, row: int, output: int, bias: int, y: int, outputs: int, 
     store_f32(place, total)
 
 
+def _grid(parts: int, outputs: int) -> Grid:
+    """Return a grid of blocks of eight outputs, each for so many parts of the rows."""
+    blocks = blocks_of(outputs, GROUP_ROWS)
+    if blocks > MOST_BLOCKS:
+        raise ValueError(f"linear with {outputs:,} outputs: at most {GROUP_ROWS * MOST_BLOCKS:,}")
+    return parts, blocks, 1
+
+
 @cache
 def _packed(kind: TensorType) -> GpuKernel:
+    """Return the kernel for packed weights, whose grid is (rows / 4, outputs / 8).
+
+    A block reads its group once, and its rows once.
+    """
     product, products = group_product(kind), group_products(kind)
     row_bytes = row_bytes_of(kind)
 
@@ -101,18 +114,21 @@ def _packed(kind: TensorType) -> GpuKernel:
             _finish(total, first_row + row, first + output, bias, y, outputs, add)
 
     def grid(arguments: Arguments, most_rows: int) -> Grid:
-        return blocks_of(most_rows, ROWS_AT_ONCE), blocks_of(arguments["outputs"], GROUP_ROWS), 1
+        return _grid(blocks_of(most_rows, ROWS_AT_ONCE), arguments["outputs"])
 
     return GpuKernel(f"linear_{kind.name.lower()}", linear, THREADS, grid, lambda _: SHARED_BYTES)
 
 
 def _by_warps(arguments: Arguments, most_rows: int) -> Grid:
-    return most_rows, blocks_of(arguments["outputs"], WARPS), 1
+    return _grid(most_rows, arguments["outputs"])
 
 
 @cache
 def _plain(kind: TensorType, in_eights: bool) -> GpuKernel:
-    """Return the kernel of floats; in_eights: rows are whole eights (`floats.lane_product`)."""
+    """Return the kernel of floats; in_eights: rows are whole eights (`floats.lane_product`).
+
+    Its grid is (rows, outputs / 8): a warp has an output.
+    """
     size, product = FLOATS[kind].size_bytes, lane_product(kind, in_eights)
 
     def linear(
