@@ -78,7 +78,8 @@ class GateUp(NamedTuple):
 
 GATE_UPS = [
     GateUp(T.Q8_0, T.Q8_0, 64, 32),
-    GateUp(T.Q4_K, T.Q6_K, 768, 64),
+    GateUp(T.Q4_K, T.Q6_K, 512, 64),
+    GateUp(T.Q4_K, T.Q4_K, 768, 8),
     GateUp(T.Q8_0, T.Q4_0, 160, 45),
     GateUp(T.F32, T.F32, 77, 45),
     GateUp(T.F16, T.BF16, 264, 32),
@@ -301,7 +302,7 @@ def test_a_card_gathers_no_rows() -> None:
 @pytest.mark.parametrize(
     ("kernel", "variant", "values"),
     [
-        ("expert_gate_up", (T.Q4_K, T.Q6_K), 256),
+        ("expert_gate_up", (T.Q4_K, T.Q4_K), 256),
         ("expert_gate_up", (T.F16, T.BF16), 8),
         ("expert_down", T.Q6_K, 256),
         ("expert_down", T.F32, 7),

@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType
-from strata_nb.kernels.gpu import grids
 from strata_nb.kernels.gpu.activations import quantise_sub_block
 from strata_nb.kernels.gpu.exponential import silu
 from strata_nb.kernels.gpu.floats import EIGHT, FLOATS, lane_product
@@ -46,10 +45,8 @@ from strata_nb.kernels.gpu.operations import (
 )
 from strata_nb.kernels.gpu.products import (
     WARP_SUB_BLOCKS,
-    decoder_of,
     row_bytes_of,
     row_sum,
-    sub_block_dot,
     sub_block_product,
 )
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
@@ -133,14 +130,10 @@ def _finish_gate_up(
 def _packed_gate_up(gate_kind: TensorType, up_kind: TensorType) -> GpuKernel:
     """Return the kernel of packed weights: four groups of outputs, whose sums have two parts.
 
-    Reads gate and up once for each choice, (values + 32) * 3 / 2 bytes of its row for each group.
+    Reads gate and up once for each choice, and its row, 1.5 bytes a value, for each group.
     """
-    gate_decode, gate_dot = decoder_of(gate_kind).decode, sub_block_dot(gate_kind)
-    up_decode, up_dot = decoder_of(up_kind).decode, sub_block_dot(up_kind)
-    gate_bytes, up_bytes = row_bytes_of(gate_kind), row_bytes_of(up_kind)
-    # Two sub-blocks on their way hide more of the memory's latency. The grid types wait for their
-    # tables instead, and have no registers for it.
-    in_pairs = not {gate_kind, up_kind} & grids.DECODERS.keys()
+    add_gate, gate_bytes = sub_block_product(gate_kind), row_bytes_of(gate_kind)
+    add_up, up_bytes = sub_block_product(up_kind), row_bytes_of(up_kind)
 
     def expert_gate_up(
         rows: int,
@@ -176,23 +169,11 @@ def _packed_gate_up(gate_kind: TensorType, up_kind: TensorType) -> GpuKernel:
             row = min(lane & GROUP_ROWS - 1, rows_in_group - 1)
             of_gate = blob + gate_offset + first * gate_bytes(sub_blocks)
             of_up = blob + up_offset + first * up_bytes(sub_blocks)
-            s, step = WARP_SUB_BLOCKS * part + (lane >> 3), WARP_SUB_BLOCKS * _PARTS
-            while in_pairs and s + step < sub_blocks:
-                gates = gate_decode(of_gate, rows_in_group, row, sub_blocks, s)
-                ups = up_decode(of_up, rows_in_group, row, sub_blocks, s)
-                more_gates = gate_decode(of_gate, rows_in_group, row, sub_blocks, s + step)
-                more_ups = up_decode(of_up, rows_in_group, row, sub_blocks, s + step)
-                gate = gate_dot(gate, gates, of_row, sub_blocks, s)
-                up = up_dot(up, ups, of_row, sub_blocks, s)
-                gate = gate_dot(gate, more_gates, of_row, sub_blocks, s + step)
-                up = up_dot(up, more_ups, of_row, sub_blocks, s + step)
-                s += 2 * step
+            s = WARP_SUB_BLOCKS * part + (lane >> 3)
             while s < sub_blocks:
-                gates = gate_decode(of_gate, rows_in_group, row, sub_blocks, s)
-                ups = up_decode(of_up, rows_in_group, row, sub_blocks, s)
-                gate = gate_dot(gate, gates, of_row, sub_blocks, s)
-                up = up_dot(up, ups, of_row, sub_blocks, s)
-                s += step
+                gate = add_gate(gate, of_gate, rows_in_group, row, of_row, sub_blocks, s)
+                up = add_up(up, of_up, rows_in_group, row, of_row, sub_blocks, s)
+                s += WARP_SUB_BLOCKS * _PARTS
         gate, up = row_sum(gate), row_sum(up)
         if lane < GROUP_ROWS:
             place = _SUMS_BYTES * part + 4 * (GROUP_ROWS * (warp % _GROUPS) + lane)

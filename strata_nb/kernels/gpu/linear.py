@@ -125,9 +125,9 @@ def _by_warps(arguments: Arguments, most_rows: int) -> Grid:
 
 @cache
 def _plain(kind: TensorType, in_eights: bool) -> GpuKernel:
-    """Return the kernel of floats, on a grid (rows, outputs / 8).
+    """Return the kernel of floats; in_eights: rows are whole eights (`floats.lane_product`).
 
-    in_eights   rows are whole eights (`floats.lane_product`)
+    Its grid is (rows, outputs / 8): a warp has an output.
     """
     size, product = FLOATS[kind].size_bytes, lane_product(kind, in_eights)
 
