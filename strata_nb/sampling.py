@@ -17,7 +17,7 @@ position does not depend on how many rows a step had, nor on what else was drawn
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,15 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 
 REPEAT_LIMIT = 256  # equal tokens in a row; no text that anyone asked for has as many
 _WORD = 0xFFFFFFFF
+
+
+class Choice(NamedTuple):
+    """Hold what decides about the next token beside the logits: the arguments of `sample`."""
+
+    history: Sequence[int]
+    sampling: Sampling
+    random: float
+    banned: Collection[int] = ()
 
 
 def sample(
@@ -108,6 +117,18 @@ def uniform(seed: int, sequence: int, position: int) -> float:
         (seed & _WORD, seed >> 32),
     )
     return (word >> 8) / (1 << 24)
+
+
+def recent_tokens(history: Sequence[int], sampling: Sampling) -> Sequence[int]:
+    """Return the tokens that the penalties look at; none where no penalty is on."""
+    off = (
+        sampling.repeat_penalty == 1
+        and sampling.presence_penalty == 0
+        and sampling.frequency_penalty == 0
+    )
+    if off or sampling.repeat_last_n == 0:
+        return ()
+    return history if sampling.repeat_last_n == -1 else history[-sampling.repeat_last_n :]
 
 
 def philox4x32(
@@ -204,7 +225,7 @@ def _scores(
     logits: Floats, history: Sequence[int], sampling: Sampling, banned: Collection[int]
 ) -> Floats:
     """Return the logits after bans and penalties; a copy wherever something changes."""
-    recent = _recent(history, sampling)
+    recent = recent_tokens(history, sampling)
     if not recent and not banned:
         return logits
     scores = logits.astype(np.float32)
@@ -221,18 +242,6 @@ def _scores(
             at -= np.float32(sampling.presence_penalty)
         scores[ids] = at
     return scores
-
-
-def _recent(history: Sequence[int], sampling: Sampling) -> Sequence[int]:
-    """Return the tokens that the penalties look at; none where no penalty is on."""
-    off = (
-        sampling.repeat_penalty == 1
-        and sampling.presence_penalty == 0
-        and sampling.frequency_penalty == 0
-    )
-    if off or sampling.repeat_last_n == 0:
-        return ()
-    return history if sampling.repeat_last_n == -1 else history[-sampling.repeat_last_n :]
 
 
 def _largest(scores: Floats, count: int) -> Ids:

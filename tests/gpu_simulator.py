@@ -194,6 +194,12 @@ def _nearest(x: np.float32) -> int:
     return int(np.rint(x))
 
 
+def _truncated(x: np.float32) -> int:
+    if not abs(x) < 2**63:
+        raise KernelFault(f"truncated_i64 of {x}, which no i64 holds")
+    return int(x)
+
+
 def _levels_of(word: int, *levels: int) -> tuple[int, int]:
     table = struct.pack("<4i", *levels)
     nibbles = [(byte & 15, byte >> 4 & 15) for byte in _bytes_of(word)]
@@ -211,6 +217,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "f32_of_half": _half,
     "half_of_f32": lambda x: int(np.float16(x).view(np.uint16)),
     "nearest_i32": _nearest,
+    "truncated_i64": _truncated,
     # The product of two float32 is exact in float64; its sum is rounded to 53 bits and then to 24.
     "fma": lambda a, b, c: np.float32(np.float64(a) * np.float64(b) + np.float64(c)),
     "larger_f32": np.fmax,
@@ -249,7 +256,7 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
 
 
 def _access(name: str, own: Callable[[], _Lane], memory: Memory) -> Callable[..., Any]:
-    """Return a load or a store, of shared memory or by address."""
+    """Return a load, a store or an addition, of shared memory or by address."""
     words = name.split("_")
     shared = words[0] == "shared"
     kind, stored = words[-2], words[-1]
@@ -278,4 +285,7 @@ def _access(name: str, own: Callable[[], _Lane], memory: Memory) -> Callable[...
         raw = value if element == "f32" else _signed(value, bits)
         layout.pack_into(target, offset, raw)
 
-    return store if kind == "store" else load
+    def add(place: int, value: Any) -> None:
+        store(place, load(place) + value)
+
+    return {"store": store, "load": load, "fetch": load, "add": add}[kind]

@@ -9,6 +9,7 @@ from typing import Any
 
 from strata_nb.device_model import SEQUENCES
 from strata_nb.formats import tensor_bytes
+from strata_nb.kernels.choices import CHOICE
 from strata_nb.kernels.host.matrices import input_row_bytes
 from strata_nb.kernels.quantised_rows import row_bytes
 
@@ -122,6 +123,12 @@ EXTENTS: dict[str, Sizes] = {
         "x": 4 * rows * a["width"],
         "y": 4 * rows * a["width"],
     },
+    "sample": lambda a, rows, _: {
+        "logits": 4 * rows * a["vocabulary"],
+        "choices": CHOICE.itemsize * rows,
+        "work": 8 * rows * a["vocabulary"],
+        "chosen": 8 * rows,
+    },
 }
 
 # What a kernel writes; `linear` and `expert_down` may read it first.
@@ -140,4 +147,5 @@ WRITTEN = {
     "expert_gate_up": {"inner", "other", "packed"},
     "expert_down": {"products", "y"},
     "gated_add": {"y"},
+    "sample": {"work", "chosen"},
 }

@@ -8,16 +8,20 @@ comments say, spelled out. Arrays are float32 and int64, rows first. Quantised r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_nb import sampling
+from strata_nb.errors import StrataError
 from strata_nb.formats import CACHE_TYPES, TensorType, dequantise
 from strata_nb.kernels import reference
 from strata_nb.kernels.reference import Floats, Integers
+from strata_nb.sampling import Choice
 
 Bytes = NDArray[np.uint8]
 
@@ -142,6 +146,15 @@ def gated_add(gate: Floats, x: Floats, y: Floats) -> Floats:
     return y + reference.sigmoid(gate) * x
 
 
+def sample(logits: Floats, choices: Sequence[Choice]) -> Integers:
+    """Return the tokens that are drawn, -1 where none can be."""
+    chosen = np.full(len(logits), -1)
+    for row, choice in enumerate(choices):
+        with suppress(StrataError):
+            chosen[row] = sampling.sample(logits[row], *choice)
+    return chosen
+
+
 REFERENCES: dict[str, Callable[..., Any]] = {
     "embed": embed,
     "rms_norm": rms_norm,
@@ -157,4 +170,5 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "expert_gate_up": expert_gate_up,
     "expert_down": expert_down,
     "gated_add": gated_add,
+    "sample": sample,
 }

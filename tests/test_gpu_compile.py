@@ -21,6 +21,7 @@ KINDS = sorted(PACKED | UNPACKED)
 LENGTHS = (128, 64, 80, 256)  # of heads, the usual one first
 WIDTHS = (64, 2048, 8192)  # of rows: norms have more threads for wider ones
 GROUPS = (4, 1, 8)  # heads that share a K/V head
+VOCABULARIES = (258, 4096, 151_936)
 ROUTERS = ((8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8))
 
 
@@ -60,6 +61,8 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
                 yield pair, sizes | ({"heads": group, "kv_heads": 1} if name == "attention" else {})
     elif name == "rms_norm":
         yield from ((None, {"width": width}) for width in WIDTHS)
+    elif name == "sample":
+        yield from ((None, {"vocabulary": vocabulary}) for vocabulary in VOCABULARIES)
     elif name == "router_top_k":
         yield from ((None, {"experts": experts, "top_k": top_k}) for experts, top_k in ROUTERS)
     else:

@@ -129,5 +129,10 @@ _KERNELS = (
     ),
     # y[row] += sigmoid(gate[row]) * x[row]; gate float32 (rows, 1), x and y float32 (rows, width).
     _kernel("gated_add", "*rows *gate *x *y width"),
+    # chosen[row] = the token that `sampling.sample` draws from logits float32 (rows, vocabulary),
+    # which stay as they are, by choices[row], a record of `choices.py`; -1 where the logits hold a
+    # NaN or +infinity, or leave none. chosen int64 (rows,); work int32 (rows, 2, vocabulary) is
+    # work space. Of cards alone: the host has the logits at hand and calls `sampling.sample`.
+    _kernel("sample", "*rows *logits *choices *work *chosen vocabulary"),
 )
 KERNELS = {kernel.name: kernel for kernel in _KERNELS}

@@ -10,5 +10,6 @@ linear.py, embedding.py                      whole rows times a weight, rows of 
 normalising.py, activations.py, gating.py    norms, quantising, gates of rows
 routing.py                                   the router's choice, and rows sorted by expert
 experts.py                                   the chosen experts of all rows
+sampling.py                                  the next token
 exponential.py                               exp, sigmoid and silu
 """

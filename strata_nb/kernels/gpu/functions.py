@@ -16,6 +16,7 @@ from strata_nb.kernels.gpu.normalising import rms_norm_kernel
 from strata_nb.kernels.gpu.operations import Arguments, GpuKernel
 from strata_nb.kernels.gpu.rotation import kv_append_kernel, rope_kernel
 from strata_nb.kernels.gpu.routing import expert_group_kernel, router_top_k_kernel
+from strata_nb.kernels.gpu.sampling import sample_kernel
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
 
@@ -42,6 +43,7 @@ _FUNCTIONS: dict[str, Find | None] = {
     "expert_gate_up": lambda pair, given: expert_gate_up_kernel(pair[0], pair[1], given["values"]),
     "expert_down": lambda kind, given: expert_down_kernel(kind, given["values"]),
     "gated_add": lambda _, __: gated_add_kernel(),
+    "sample": lambda _, given: sample_kernel(given["vocabulary"]),
 }
 
 

@@ -234,6 +234,15 @@ shared_store_i64 = Intrinsic(
 )
 
 
+def _shared_add(builder: Any, arguments: list[Any]) -> None:
+    place = _shared(builder, arguments[0], arguments[1].type)
+    builder.atomic_rmw("add", place, arguments[1], "monotonic")
+
+
+# Adds to what is there, whoever adds beside it; a barrier shows the sum.
+shared_add_i64 = Intrinsic("shared_add_i64", "void(i64, i64)", body=_shared_add, orders=True)
+
+
 class ConstantTable(Intrinsic):
     """A table of 32-bit words that is part of a kernel's code: called with an index, a word.
 
@@ -512,6 +521,12 @@ half_of_f32 = Intrinsic(
 # The integer nearest to a float, ties to even; it must fit.
 nearest_i32 = Intrinsic(
     "nearest_i32", "i32(f32)", ptx=("cvt.rni.s32.f32 $0, $1;", "=r,f"), amdgpu=_amd_nearest
+)
+# A float without what is behind its point; it must fit.
+truncated_i64 = Intrinsic(
+    "truncated_i64",
+    "i64(f32)",
+    body=lambda builder, arguments: builder.fptosi(arguments[0], llvm_type("i64")),
 )
 # a * b + c, rounded once.
 fma = Intrinsic(

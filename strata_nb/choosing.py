@@ -1,0 +1,40 @@
+"""Write down for a device how the token of a row is chosen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from strata_nb.kernels.choices import MOST_BANNED, MOST_RECENT, SHARE_BITS
+from strata_nb.sampling import Choice, recent_tokens
+
+_COLDEST = np.float32(2.0**-100)  # below, divisions would lose what tells tokens apart
+
+
+def write_choice(record: npt.NDArray[Any], choice: Choice) -> bool:
+    """Write a choice into a record of `kernels/choices.py`, an array of one.
+
+    Returns whether it has room for all that the choice says: at most 1,024 different recent tokens
+    that have a penalty, and 64 that are banned. If not, the host must choose.
+    """
+    sampling = choice.sampling
+    recent = np.asarray(recent_tokens(choice.history, sampling), np.int64)
+    ids, counts = np.unique(recent, return_counts=True)
+    banned = sorted(choice.banned)
+    if len(ids) > MOST_RECENT or len(banned) > MOST_BANNED:
+        return False
+    warm = max(np.float32(sampling.temperature), _COLDEST)
+    record["temperature"] = warm if sampling.temperature > 0 else 0
+    record["least"] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+    for name in ("repeat_penalty", "presence_penalty", "frequency_penalty", "top_k"):
+        record[name] = getattr(sampling, name)
+    record["top_p"] = int(sampling.top_p * 2.0**SHARE_BITS)
+    record["random"] = int(choice.random * 2.0**SHARE_BITS)
+    record["banned_count"], record["recent_count"] = len(banned), len(ids)
+    record["banned"][..., : len(banned)] = banned
+    record["recent"][..., : len(ids), 0] = ids
+    record["recent"][..., : len(ids), 1] = counts
+    return True
