@@ -182,6 +182,19 @@ def test_penalties_and_bans_count(gpu: Run) -> None:
     check(gpu, logits, choices)
 
 
+def test_repetition_makes_every_logit_smaller(gpu: Run) -> None:
+    logits = np.array([[-1.0, -1.2], [1.0, 0.8], [-1.0, -1.2]], np.float32)
+    repeated = Sampling(temperature=0, repeat_penalty=2.0)
+    choices = [Choice([0], repeated, 0.0)] * 2 + [Choice([], repeated, 0.0)]
+    assert drawn(gpu, logits, choices) == [1, 1, 0]
+
+
+def test_min_p_holds_also_just_above_the_last_of_top_k(gpu: Run) -> None:
+    logits = np.array([[100.0, np.nextafter(np.float32(100), np.float32(0)), 0]], np.float32)
+    choice = Choice((), replace(PURE, top_k=2, min_p=1.0), 0.9)
+    assert drawn(gpu, logits, [choice]) == [0]
+
+
 def test_what_was_banned_may_be_anything(gpu: Run) -> None:
     logits = spread(1, 70, 8)
     logits[0, [3, 69]] = [np.nan, np.inf]

@@ -6,6 +6,9 @@ have a fixed room; who has more to say leaves the choice to the host.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 MOST_BANNED = 64
@@ -41,4 +44,5 @@ CHOICE = np.dtype(
 
 def offset(field: str) -> int:
     """Return where a field begins in a record, in bytes."""
-    return int((CHOICE.fields or {})[field][1])
+    fields: Mapping[str, Any] = CHOICE.fields or {}
+    return int(fields[field][1])
