@@ -39,6 +39,7 @@ class Backend(Protocol[Prepared]):
     has_slots   whether experts are copied to the device; else they are read where the host has them
     of_host     whether the device is made of the host's memory, so that what it holds counts there
     most_rows   of one step; None: as many as there are buffers for
+    chooses_tokens  whether programs draw tokens; else the host does, from the logits
     outside_bytes   of the device that the ledger leaves alone: its driver needs them for itself
     reserve_bytes   of the device that stay free for others where nothing else is asked for
     threads     that load, and that compute where the host computes
@@ -62,6 +63,9 @@ class Backend(Protocol[Prepared]):
 
     @property
     def most_rows(self) -> int | None: ...
+
+    @property
+    def chooses_tokens(self) -> bool: ...
 
     @property
     def outside_bytes(self) -> int: ...
@@ -120,7 +124,7 @@ class HostBackend:
     """
 
     device = 0
-    of_host, most_rows = True, None
+    of_host, most_rows, chooses_tokens = True, None, False
     outside_bytes = reserve_bytes = 0
 
     def __init__(self, text: str, threads: int, recorder: Recorder | None = None) -> None:

@@ -86,7 +86,7 @@ class CardBackend:
     recorder   writes down what the driver is asked; it stays the caller's
     """
 
-    has_slots, of_host, most_rows = True, False, MOST_ROWS
+    has_slots, of_host, most_rows, chooses_tokens = True, False, MOST_ROWS, True
     outside_bytes, reserve_bytes = OUTSIDE_BYTES, RESERVE_BYTES
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,17 @@ from strata_nb.sampling import Choice, recent_tokens
 _COLDEST = np.float32(2.0**-100)  # below, divisions would lose what tells tokens apart
 
 
-def write_choice(record: npt.NDArray[Any], choice: Choice) -> bool:
-    """Write a choice into a record of `kernels/choices.py`, an array of one.
+def write_choices(records: npt.NDArray[Any], how: Sequence[Choice]) -> bool:
+    """Write choices into as many records of `kernels/choices.py`.
 
-    Returns whether it has room for all that the choice says: at most 1,024 different recent tokens
-    that have a penalty, and 64 that are banned. If not, the host must choose.
+    Returns whether they have room for all that the choices say: at most 1,024 different recent
+    tokens that have a penalty, and 64 that are banned. If not, the host must choose.
     """
+    places = np.split(records, len(records))
+    return all(_write(place, choice) for place, choice in zip(places, how, strict=True))
+
+
+def _write(record: npt.NDArray[Any], choice: Choice) -> bool:
     sampling = choice.sampling
     recent = np.asarray(recent_tokens(choice.history, sampling), np.int64)
     ids, counts = np.unique(recent, return_counts=True)

@@ -8,7 +8,8 @@ Opening lays everything out before anything is read, so that what does not fit i
     programs                    emitted once over those addresses, and prepared by the backend
 
 A step writes its rows into the step's record, runs the body, and the head for the rows that want
-logits. What changes between steps are tables that the programs read.
+logits; a device that draws tokens goes on to that, and only their ids come back. What changes
+between steps are tables that the programs read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -38,16 +39,27 @@ from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_pro
 from strata_nb.cache.residency import Residency
 from strata_nb.cache.routing import RoutingTrace
 from strata_nb.cache.slots import SlotLayout
+from strata_nb.choosing import write_choices
 from strata_nb.errors import ConfigError
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
+from strata_nb.kernels.choices import CHOICE
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
 from strata_nb.loading_pieces import LoadProgress
 from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPlaces, KVPlaces, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options
-from strata_nb.steps import WINDOW_ROWS, DeviceReport, ModelReport, Row, closed_error
+from strata_nb.sampling import Choice
+from strata_nb.steps import (
+    WINDOW_ROWS,
+    DeviceReport,
+    ModelReport,
+    Result,
+    Row,
+    closed_error,
+    draw,
+)
 from strata_nb.tracing import Announce
 
 SEQUENCES = 16  # rows of the block table
@@ -142,7 +154,7 @@ class DeviceModel:
         self.warnings += loading.check_memory(device_needs.host_bytes(expert_bytes, needs, backend))
         plan = plan_device(driver, device, needs)
         self.warnings += device_needs.reach_warnings(plan)
-        backend.compile([measured.body, measured.head], compiling, say)
+        backend.compile([measured.body, measured.head, measured.choice], compiling, say)
 
         keep = loading.cache_fits(file, file.size_bytes)
         total = sum(info.size_bytes for info in file.tensors.values())
@@ -205,7 +217,8 @@ class DeviceModel:
         if placed_bytes != buffer_bytes:
             raise AssertionError(f"buffers of {placed_bytes:,} bytes in {buffer_bytes:,}")
         self._programs = emitted
-        self._body, self._head = backend.prepare([emitted.body, emitted.head])
+        programs = [emitted.body, emitted.head, emitted.choice]
+        self._body, self._head, self._choice = backend.prepare(programs)
         _write_rope_table(file, model, backend, base, ctx_size)
         self._record = _Record(emitted)
         self._elastic = ElasticKV(self.ledger, rules, say=say) if rules is not None else None
@@ -270,6 +283,7 @@ class DeviceModel:
             max_rows=self.max_rows,
             head_rows=min(HEAD_ROWS, self.max_rows),
             packed_row_bytes=self._backend.packed_row_bytes,
+            chooses_tokens=self._backend.chooses_tokens,
         )
         return programs, buffers.size_bytes
 
@@ -328,14 +342,21 @@ class DeviceModel:
                 self._elastic.before_step({sequence: cells})
 
     def step(self, rows: Sequence[Row]) -> Floats:
+        return self._whole_step(rows, self._run_head)
+
+    def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
+        return self._whole_step(rows, lambda wanted: self._draw(wanted, how))
+
+    def _whole_step(self, rows: Sequence[Row], head: Callable[[list[int]], Result]) -> Result:
+        """Read rows; return what `head` returns, which is called with the rows it is for."""
         with self._turn:
             self._settle()
-            logits = self._checked_step(rows)
+            result = self._checked_step(rows, head)
             if self._elastic is not None:
                 self._elastic.when_idle()
-            return logits
+            return result
 
-    def _checked_step(self, rows: Sequence[Row]) -> Floats:
+    def _checked_step(self, rows: Sequence[Row], head: Callable[[list[int]], Result]) -> Result:
         if not 1 <= len(rows) <= self.max_rows:
             raise ConfigError(f"a step of {len(rows)} rows", hint=f"1 to {self.max_rows} rows")
         new = Counter(row.sequence for row in rows)
@@ -343,19 +364,25 @@ class DeviceModel:
         if self._elastic is not None:
             self._elastic.before_step(new)
         try:
-            return self._step(rows, new, dict(before))
+            return self._step(rows, new, dict(before), head)
         except BaseException:
             for sequence, length in before.items():
                 self.kv.rewind(sequence, length)  # the room that it got is free again
             raise
 
-    def _step(self, rows: Sequence[Row], new: Counter[int], lengths: dict[int, int]) -> Floats:
+    def _step(
+        self,
+        rows: Sequence[Row],
+        new: Counter[int],
+        lengths: dict[int, int],
+        head: Callable[[list[int]], Result],
+    ) -> Result:
         for sequence, cells in new.items():
             self.kv.extend(sequence, cells)
         self._record.write(rows, lengths)
         self._backend.send(self._record.address, self._record.words)
         self._run_body(len(rows))
-        logits = self._run_head([n for n, row in enumerate(rows) if row.wants_logits])
+        result = head([n for n, row in enumerate(rows) if row.wants_logits])
         self._backend.wait()
         if self.arena.usable_slots:
             self._residency.after(len(rows))
@@ -365,7 +392,7 @@ class DeviceModel:
             self.kv.advance(sequence, cells)
         if self._announce is not None:
             self._tell_step(len(rows))
-        return logits
+        return result
 
     def _tell_step(self, rows: int) -> None:
         """Announce a step, with the figures that it leaves behind."""
@@ -410,11 +437,39 @@ class DeviceModel:
         at_a_time = self._programs.head_rows
         for start in range(0, len(wanted), at_a_time):
             some = wanted[start : start + at_a_time]
-            self._record.want(some)
-            self._backend.send(self._record.address, self._record.words)
-            self._backend.run(self._head, len(some))
+            self._begin_head(some)
             self._backend.fetch(self._programs.logits, logits[start : start + len(some)])
         return logits
+
+    def _begin_head(self, wanted: Sequence[int]) -> None:
+        self._record.want(wanted)
+        self._backend.send(self._record.address, self._record.words)
+        self._backend.run(self._head, len(wanted))
+
+    def _draw(self, wanted: Sequence[int], how: Sequence[Choice]) -> list[int]:
+        """Return a token for each wanted row: drawn on the device if it can, else from logits."""
+        records = np.zeros(len(wanted), CHOICE)
+        if not self._backend.chooses_tokens or not write_choices(records, how):
+            return draw(self._run_head(wanted), how)
+        tokens = np.empty(len(wanted), np.int64)
+        at_a_time = self._programs.head_rows
+        for start in range(0, len(wanted), at_a_time):
+            some = slice(start, start + at_a_time)
+            self._begin_head(wanted[some])
+            self._backend.send(self._programs.choices, records[some])
+            self._backend.run(self._choice, len(records[some]))
+            self._backend.fetch(self._programs.drawn, tokens[some])
+            if np.any(tokens[some] < 0):
+                self._refuse(how[some])
+        drawn: list[int] = tokens.tolist()
+        return drawn
+
+    def _refuse(self, how: Sequence[Choice]) -> NoReturn:
+        """Raise what the host says of logits from which the device could draw no token."""
+        logits = np.empty((len(how), self.description.vocab_size), np.float32)
+        self._backend.fetch(self._programs.logits, logits)
+        tokens = draw(logits, how)
+        raise AssertionError(f"the device draws no token where the host draws {tokens}")
 
     # The rest.
 

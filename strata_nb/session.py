@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from strata_nb.errors import ConfigError, OutOfDeviceMemory, StrataError
 from strata_nb.options import Sampling
-from strata_nb.sampling import RepeatGuard, StopStrings, sample, uniform
+from strata_nb.sampling import Choice, RepeatGuard, StopStrings, sample, uniform
 from strata_nb.steps import Row, StepModel
 from strata_nb.tokenizer import Tokenizer
 
@@ -103,9 +103,8 @@ class Generation(Iterator[Token]):
                 f"which stands at {self._position}",
                 hint="start a new one: session.generate()",
             )
-        logits = session.next_logits()
         random = uniform(self.seed, 0, session.position)
-        token = sample(logits, session._ids, self._sampling, random, self._banned)
+        token = session._choose(Choice(session._ids, self._sampling, random, self._banned))
         session.append(token)
         self._count()
         if token in self._ends:
@@ -223,6 +222,30 @@ class Session:
 
     def next_logits(self) -> npt.NDArray[np.float32]:
         """Return the logits (vocab,) of the token that comes next; do not change them."""
+        self._begin_next()
+        self._read(None)
+        if self._logits is None:
+            raise AssertionError("reading at least one token gives logits")
+        return self._logits
+
+    def _choose(self, choice: Choice) -> int:
+        """Read what is not read yet, and return the token that is drawn to come next.
+
+        It is not added. Logits that were not at hand before are not kept.
+        """
+        self._begin_next()
+        batches = self._unread()
+        if self._logits is not None and not batches:
+            return sample(self._logits, *choice)
+        *others, last = batches
+        self._logits = None
+        for rows in others:
+            self._model.step(rows)
+        (token,) = self._model.choose(last, [choice])
+        return token
+
+    def _begin_next(self) -> None:
+        """Make sure that the last token is unread, or the logits after it are at hand."""
         if not self._ids:
             raise ConfigError(
                 "nothing to continue: the session holds no token",
@@ -230,12 +253,8 @@ class Session:
             )
         self._check_open()
         self._check_decided()
-        if self._logits is None:  # after a rewind or an interrupt: the last token is read again
+        if self._logits is None:  # after a rewind, an interrupt or a choice: it is read again
             self._rewind_model(self.position - 1)
-        self._read(None)
-        if self._logits is None:
-            raise AssertionError("reading at least one token gives logits")
-        return self._logits
 
     def append(self, token: int) -> None:
         """Add one token without reading it: that happens when the next logits are asked for."""
@@ -343,23 +362,28 @@ class Session:
     def _read(self, progress: Progress | None) -> None:
         """Read what has not been read, in prompt batches."""
         self._check_open()
-        model, sequence = self._model, self._sequence
-        start, end = model.length(sequence), self.position
-        for at in range(start, end, self._prefill_rows):
-            batch = self._ids[at : at + self._prefill_rows]
-            last = at + len(batch) - 1
+        batches = self._unread()
+        done, total = 0, sum(map(len, batches))
+        for rows in batches:
             # An interrupt may come between the cells that a step adds and its logits.
             self._logits = None
-            logits = model.step(
-                [
-                    Row(sequence, token, place == end - 1)
-                    for place, token in enumerate(batch, start=at)
-                ]
-            )
-            if last == end - 1:
+            logits = self._model.step(rows)
+            done += len(rows)
+            if done == total:
                 self._logits = logits[0]
             if progress is not None:
-                progress(last + 1 - start, end - start)
+                progress(done, total)
+
+    def _unread(self) -> list[list[Row]]:
+        """Return the rows that are not read yet, in prompt batches; the last one wants logits."""
+        start, end = self._model.length(self._sequence), self.position
+        return [
+            [
+                Row(self._sequence, self._ids[place], place == end - 1)
+                for place in range(at, min(end, at + self._prefill_rows))
+            ]
+            for at in range(start, end, self._prefill_rows)
+        ]
 
     def _check_open(self) -> None:
         """Raise StrataError where this session, or its engine, is closed."""

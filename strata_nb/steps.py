@@ -1,17 +1,17 @@
 """Steps: what every device does for sessions, and how the float32 judge does it.
 
 A step reads rows, each one token of some sequence, and gives the logits of those rows that want
-them. Sequences are numbers; their keys and values stay with the model. A prompt, one decoded token
-and a batch of drafted ones are all steps.
+them, or the tokens that are drawn from these. Sequences are numbers; their keys and values stay
+with the model. A prompt, one decoded token and a batch of drafted ones are all steps.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
@@ -19,6 +19,9 @@ from threadpoolctl import ThreadpoolController
 from strata_nb.errors import ConfigError, StrataError
 from strata_nb.kernels.reference import Floats
 from strata_nb.models import ReferenceModel, ReferenceState
+from strata_nb.sampling import Choice, sample
+
+Result = TypeVar("Result")
 
 # Of a window. A step of more rows is long enough to look for Ctrl-C between its layers.
 WINDOW_ROWS = 8
@@ -103,6 +106,13 @@ class StepModel(Protocol):
         After an error or an interrupt every sequence is as it was. Raises StrataError.
         """
 
+    def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
+        """Read rows and draw the next token for each of those that want logits, by its choice.
+
+        That is `sampling.sample` of what `step` returns, wherever it is done. After an error or an
+        interrupt every sequence is as it was; an error also where the logits cannot be used.
+        """
+
     def report(self) -> ModelReport:
         """Describe the devices as they are now."""
 
@@ -158,11 +168,18 @@ class ReferenceSteps:
         """Do nothing: numpy's arrays grow by themselves."""
 
     def step(self, rows: Sequence[Row]) -> Floats:
+        return self._step(rows, lambda logits: logits)
+
+    def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
+        return self._step(rows, lambda logits: draw(logits, how))
+
+    def _step(self, rows: Sequence[Row], end: Callable[[Floats], Result]) -> Result:
+        """Read rows; return what `end` makes of the logits."""
         with self._turn:
             self._drop_forgotten()
-            return self._step(rows)
+            return self._read(rows, end)
 
-    def _step(self, rows: Sequence[Row]) -> Floats:
+    def _read(self, rows: Sequence[Row], end: Callable[[Floats], Result]) -> Result:
         model = self._opened()
         new = Counter(row.sequence for row in rows)
         before = {sequence: self._state(sequence).length for sequence in new}
@@ -180,7 +197,7 @@ class ReferenceSteps:
                         "last" if only_last else "all",
                     )
                     parts.append(logits[wanted[-1:] if only_last else wanted])
-            return np.concatenate(parts)
+            return end(np.concatenate(parts))
         except BaseException:
             for sequence, length in before.items():
                 self._states[sequence].rewind(length)
@@ -208,6 +225,11 @@ class ReferenceSteps:
     def _drop_forgotten(self) -> None:
         while self._forgotten:
             self._states.pop(self._forgotten.popleft(), None)
+
+
+def draw(logits: Floats, how: Sequence[Choice]) -> list[int]:
+    """Return a token for each row of logits (rows, vocab); StrataError where there is none."""
+    return [sample(row, *choice) for row, choice in zip(logits, how, strict=True)]
 
 
 def closed_error() -> StrataError:

@@ -40,7 +40,8 @@ class RecordingBackend:
     of_host, most_rows, outside_bytes, reserve_bytes = True, None, 0, 0
     warnings: Sequence[str] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, *, chooses_tokens: bool = True) -> None:
+        self.chooses_tokens = chooses_tokens
         self.driver = HostDriver(parse_host_devices("host"))
 
     def packed_row_bytes(self, values: int) -> int:
@@ -115,7 +116,7 @@ class Emitted(NamedTuple):
 
     @property
     def launches(self) -> Program:
-        return self.programs.body + self.programs.head
+        return self.programs.body + self.programs.head + self.programs.choice
 
     def rows(self, one: Launch) -> int:
         """Return the most rows that a launch may be for."""
@@ -127,7 +128,7 @@ class Emitted(NamedTuple):
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Emitted]:
+def opened(path: Path, *, chooses_tokens: bool = True) -> Iterator[Emitted]:
     """Open a model on a recording backend."""
     with ExitStack() as stack:
         emissions: list[Emission] = []
@@ -142,7 +143,7 @@ def opened(path: Path) -> Iterator[Emitted]:
         patch.setattr(models, "emit_programs", recorded)
         patch.setattr(device_model, "Buffers", RecordedBuffers)
         file = stack.enter_context(GGUFFile.open(path))
-        backend = RecordingBackend()
+        backend = RecordingBackend(chooses_tokens=chooses_tokens)
         stack.callback(backend.close)
         model = DeviceModel(
             file,
@@ -247,7 +248,8 @@ def test_only_buffers_and_counts_are_written(emitted: Emitted) -> None:
 def test_launches_that_do_not_wait_touch_nothing_that_those_beside_them_write(
     emitted: Emitted,
 ) -> None:
-    for program in (emitted.programs.body, emitted.programs.head):
+    programs = emitted.programs
+    for program in (programs.body, programs.head, programs.choice):
         beside: list[Launch] = []
         for one in program:
             beside = [] if one.waits else beside
@@ -263,7 +265,7 @@ def test_launches_that_do_not_wait_touch_nothing_that_those_beside_them_write(
 
 def test_a_buffer_is_written_before_it_is_read(emitted: Emitted) -> None:
     buffers = {address for address, _ in emitted.buffers.taken}
-    known = {*emitted.programs.record, emitted.places.rope_table}
+    known = {*emitted.programs.record, emitted.places.rope_table, emitted.programs.choices}
     for one in emitted.launches:
         words, names = addresses_of(one), WRITTEN[one.kernel]
         reads = {address for name, address in words.items() if name not in names}
@@ -358,9 +360,31 @@ def test_logits_are_where_the_head_writes_them(emitted: Emitted) -> None:
     assert (emitted.programs.max_rows, emitted.programs.head_rows) == (MAX_ROWS, 32)
 
 
+def test_tokens_are_drawn_from_the_logits_of_the_head(emitted: Emitted) -> None:
+    (one,) = emitted.programs.choice
+    words = arguments_of(one)
+    assert one.kernel == "sample"
+    assert words["rows"] == emitted.programs.record.wanted
+    places = words["logits"], words["choices"], words["chosen"]
+    programs = emitted.programs
+    assert places == (programs.logits, programs.choices, programs.drawn)
+    assert words["vocabulary"] == emitted.model.description.vocab_size
+
+
+def test_where_the_host_draws_tokens_nothing_is_emitted_for_it(tmp_path: Path) -> None:
+    path, sizes = make(tmp_path, *CASES[0]), []
+    for chooses_tokens in (False, True):
+        with opened(path, chooses_tokens=chooses_tokens) as found:
+            programs = found.programs
+            there = [bool(one) for one in (programs.choice, programs.choices, programs.drawn)]
+            assert there == [chooses_tokens] * 3
+            sizes.append(found.buffers.size_bytes)
+    assert sizes[0] < sizes[1]
+
+
 def test_models_use_every_kernel_of_the_table(emitted: Emitted) -> None:
     used = {one.kernel for one in emitted.launches}
-    dense = {"embed", "rms_norm", "linear", "rope", "kv_append", "attention"}
+    dense = {"embed", "rms_norm", "linear", "rope", "kv_append", "attention", "sample"}
     routed = {kernel for kernel in KERNELS if kernel.startswith(("router_", "expert_"))}
     expected = dense | (routed if emitted.model.description.experts else {"silu_mul"})
     if emitted.model.description.shared_width:

@@ -20,7 +20,8 @@ from threadpoolctl import threadpool_info
 from strata_nb import Engine, Options, Sampling, cpu, models
 from strata_nb.engine import Session
 from strata_nb.errors import ConfigError, FileFormatError, StrataError
-from strata_nb.steps import ReferenceSteps, Row
+from strata_nb.sampling import Choice
+from strata_nb.steps import ReferenceSteps, Row, draw
 
 GREEDY = Sampling(temperature=0)
 
@@ -71,6 +72,9 @@ class Script:
         logits = np.zeros((sum(wanted), self.vocab), np.float32)
         logits[:, self.script[min(self.read, len(self.script) - 1)]] = 10
         return logits
+
+    def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
+        return draw(self.step(rows), how)
 
 
 @pytest.fixture
@@ -385,6 +389,58 @@ def test_an_interrupt_between_cells_and_logits_costs_one_token_read_again(
         session.extend([7])
     monkeypatch.undo()
     np.testing.assert_allclose(session.next_logits(), engine.logits([5, 6, 7])[-1], atol=1e-4)
+
+
+def test_an_interrupt_between_cells_and_a_token_changes_no_answer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, model = engine.encode("hello"), engine._model
+    expected = [t.id for t in engine.generate(ids, max_tokens=6, sampling=Sampling(seed=5))]
+    choose = model.choose
+
+    def interrupted(rows: Sequence[Row], how: Sequence[Choice]) -> Any:
+        choose(rows, how)
+        raise KeyboardInterrupt
+
+    session = engine.open_session()
+    session.extend(ids)
+    generation = session.generate(max_tokens=6, sampling=Sampling(seed=5))
+    written = [next(generation).id, next(generation).id]
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "choose", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(generation)
+        written.append(next(generation).id)
+    assert [*written, *(t.id for t in generation)] == expected
+
+
+def test_a_step_whose_logits_leave_no_token_was_never_there(engine: Engine) -> None:
+    model = engine._model
+    first, second = model.open_sequence(), model.open_sequence()
+    model.step([Row(first, 5, True)])
+    rows = [Row(first, 6, True), Row(second, 7, False), Row(second, 8, True)]
+    all_banned = Choice((), GREEDY, 0.0, range(engine.description.vocab_size))
+    with pytest.raises(StrataError, match="no token is left to choose"):
+        model.choose(rows, [Choice((), GREEDY, 0.0), all_banned])
+    assert [model.length(number) for number in (first, second)] == [1, 0]
+    logits = model.step(rows)
+    for number in (first, second):
+        model.rewind(number, 1 if number == first else 0)
+    choices = [Choice((), GREEDY, 0.0), Choice((), Sampling(), 0.7)]
+    assert model.choose(rows, choices) == draw(logits, choices)
+    for number in (first, second):
+        model.forget_sequence(number)
+
+
+def test_logits_are_at_hand_after_a_token_was_drawn(engine: Engine) -> None:
+    session = engine.open_session()
+    session.extend([5, 6])
+    (token,) = session.generate(max_tokens=1, sampling=GREEDY)
+    session.append(9)
+    assert session._choose(Choice((), GREEDY, 0.0)) == session._choose(Choice((), GREEDY, 0.0))
+    exact = engine.logits([5, 6, token.id, 9])[-1]
+    np.testing.assert_allclose(session.next_logits(), exact, atol=1e-4)
 
 
 def test_a_generation_on_a_full_session_ends_at_once(engine: Engine) -> None:

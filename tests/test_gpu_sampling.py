@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gpu_launches import Run, aligned
 
-from strata_nb.choosing import write_choice
+from strata_nb.choosing import write_choices
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.choices import CHOICE, MOST_BANNED, MOST_RECENT
 from strata_nb.kernels.gpu.functions import gpu_kernel
@@ -27,8 +27,7 @@ PURE = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 def records(choices: Sequence[Choice]) -> np.ndarray:
     found = np.zeros(len(choices), CHOICE)
-    for row, choice in enumerate(choices):
-        assert write_choice(found[row : row + 1], choice)
+    assert write_choices(found, choices)
     return found
 
 
@@ -239,12 +238,14 @@ def test_a_row_has_the_same_token_beside_others(gpu: Run) -> None:
 
 
 def test_what_has_no_room_in_a_record_is_left_to_the_host() -> None:
-    record = np.zeros(1, CHOICE)
+    def has_room(choice: Choice) -> bool:
+        return write_choices(np.zeros(2, CHOICE), [Choice((), some, 0.5), choice])
+
     some = Sampling(presence_penalty=1.0, repeat_last_n=-1)
-    assert write_choice(record, Choice(range(MOST_RECENT), some, 0.5, range(MOST_BANNED)))
-    assert not write_choice(record, Choice(range(MOST_RECENT + 1), some, 0.5))
-    assert write_choice(record, Choice(range(MOST_RECENT + 1), Sampling(), 0.5))
-    assert not write_choice(record, Choice((), some, 0.5, range(MOST_BANNED + 1)))
+    assert has_room(Choice(range(MOST_RECENT), some, 0.5, range(MOST_BANNED)))
+    assert not has_room(Choice(range(MOST_RECENT + 1), some, 0.5))
+    assert has_room(Choice(range(MOST_RECENT + 1), Sampling(), 0.5))
+    assert not has_room(Choice((), some, 0.5, range(MOST_BANNED + 1)))
 
 
 def test_more_tokens_than_weights_can_be_summed_of_are_refused() -> None:

@@ -101,6 +101,7 @@ def emit_programs(
     max_rows: int,
     head_rows: int,
     packed_row_bytes: Callable[[int], int],
+    chooses_tokens: bool,
 ) -> Programs:
     """Return what a step of a model runs; see `Emitter` for the arguments.
 
@@ -113,6 +114,7 @@ def emit_programs(
         max_rows=max_rows,
         head_rows=head_rows,
         packed_row_bytes=packed_row_bytes,
+        chooses_tokens=chooses_tokens,
     )
     _ARCHITECTURES[description.architecture].emit(description, emitter)
     return emitter.finish()

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from strata_nb.errors import ConfigError
 from strata_nb.formats import TensorType
+from strata_nb.kernels.choices import CHOICE
 from strata_nb.kernels.program import Launch, launch
 from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPart, Places, Programs, StepRecord
@@ -40,6 +41,7 @@ class Emitter:
     """Collect the launches of a model.
 
     packed_row_bytes   bytes of a quantised row of so many values, on this backend
+    chooses_tokens     whether this backend draws tokens
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class Emitter:
         max_rows: int,
         head_rows: int,
         packed_row_bytes: Callable[[int], int],
+        chooses_tokens: bool,
     ) -> None:
         self.model = model
         self._places = places
         self._buffers = buffers
         self._max_rows, self._head_rows = max_rows, head_rows
         self._packed_row_bytes = packed_row_bytes
+        self._chooses_tokens = chooses_tokens
         self._named: dict[str, tuple[int, int]] = {}  # address and bytes
         self._launches: list[Launch] = []
         self._layer_ends: list[int] = []
@@ -194,7 +198,7 @@ class Emitter:
         self._end_layer()
 
     def finish(self) -> Programs:
-        """Add the head and return everything that was emitted."""
+        """Add the head, and what draws tokens; return everything that was emitted."""
         body, self._launches = tuple(self._launches), []
         name = "output" if "output.weight" in self._places.tensors else "token_embd"
         kind = self._places.tensors[f"{name}.weight"].kind
@@ -214,16 +218,33 @@ class Emitter:
         )
         logits = self._floats("logits", self.model.vocab_size, rows)
         self._linear(h, name, logits)
+        head, self._launches = tuple(self._launches), []
+        choices = drawn = 0
+        if self._chooses_tokens:
+            choices, drawn = self._choice(logits)
         return Programs(
             body,
+            head,
             tuple(self._launches),
             tuple(self._layer_ends),
             self._record,
             tuple(self._chosen),
             logits,
+            choices,
+            drawn,
             self._max_rows,
             rows,
         )
+
+    def _choice(self, logits: int) -> tuple[int, int]:
+        """Draw a token for each row of the head; return where the choices are, and the tokens."""
+        vocabulary, rows = self.model.vocab_size, self._head_rows
+        choices = self._buffer("choices", CHOICE.itemsize * rows)
+        drawn = self._buffer("drawn", _WORD * rows)
+        work = self._buffer("choice_work", 2 * _FLOAT * vocabulary * rows)
+        places = {"logits": logits, "choices": choices, "work": work, "chosen": drawn}
+        self._add("sample", "choice", {"rows": self._rows, **places, "vocabulary": vocabulary})
+        return choices, drawn
 
     # What the parts are made of.
 

@@ -111,19 +111,26 @@ class StepRecord(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """Hold what a step runs: `body` once, then `head` for up to `head_rows` wanted rows at a time.
+    """Hold what a step runs: `body` once, then `head` for up to `head_rows` wanted rows at a time,
+    and after each `head`, where tokens are drawn on the device, `choice`.
 
     layer_ends   launches of the body up to the end of each layer: where it may be cut
     chosen       for each layer the address of int64 (rows, top_k): the experts that the rows of the
                  last step used
     logits       address of float32 (head rows, vocabulary)
+    choices      address of a record (`kernels/choices.py`) for each head row, which the caller
+                 writes before `choice`; 0 where there is none
+    drawn        address of int64 (head rows,): the tokens that `choice` drew; 0 as well
     """
 
     body: Program
     head: Program
+    choice: Program
     layer_ends: tuple[int, ...]
     record: StepRecord
     chosen: Sequence[int]
     logits: int
+    choices: int
+    drawn: int
     max_rows: int
     head_rows: int
