@@ -21,11 +21,12 @@ def write_choices(records: npt.NDArray[Any], how: Sequence[Choice]) -> bool:
     Returns whether they have room for all that the choices say: at most 1,024 different recent
     tokens that have a penalty, and 64 that are banned. If not, the host must choose.
     """
-    places = np.split(records, len(records))
+    places = records.reshape(-1, 1)
     return all(_write(place, choice) for place, choice in zip(places, how, strict=True))
 
 
 def _write(record: npt.NDArray[Any], choice: Choice) -> bool:
+    """Write one, into an array of one record."""
     sampling = choice.sampling
     recent = np.asarray(recent_tokens(choice.history, sampling), np.int64)
     ids, counts = np.unique(recent, return_counts=True)
@@ -34,13 +35,13 @@ def _write(record: npt.NDArray[Any], choice: Choice) -> bool:
         return False
     warm = max(np.float32(sampling.temperature), _COLDEST)
     record["temperature"] = warm if sampling.temperature > 0 else 0
-    record["least"] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+    record["least"] = np.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
     for name in ("repeat_penalty", "presence_penalty", "frequency_penalty", "top_k"):
         record[name] = getattr(sampling, name)
     record["top_p"] = int(sampling.top_p * 2.0**SHARE_BITS)
     record["random"] = int(choice.random * 2.0**SHARE_BITS)
     record["banned_count"], record["recent_count"] = len(banned), len(ids)
-    record["banned"][..., : len(banned)] = banned
-    record["recent"][..., : len(ids), 0] = ids
-    record["recent"][..., : len(ids), 1] = counts
+    record["banned"][:, : len(banned)] = banned
+    record["recent"][:, : len(ids), 0] = ids
+    record["recent"][:, : len(ids), 1] = counts
     return True

@@ -448,9 +448,16 @@ class DeviceModel:
 
     def _draw(self, wanted: Sequence[int], how: Sequence[Choice]) -> list[int]:
         """Return a token for each wanted row: drawn on the device if it can, else from logits."""
-        records = np.zeros(len(wanted), CHOICE)
-        if not self._backend.chooses_tokens or not write_choices(records, how):
-            return draw(self._run_head(wanted), how)
+        if self._backend.chooses_tokens:
+            records = np.zeros(len(wanted), CHOICE)
+            if write_choices(records, how):
+                return self._draw_on_device(wanted, how, records)
+        return draw(self._run_head(wanted), how)
+
+    def _draw_on_device(
+        self, wanted: Sequence[int], how: Sequence[Choice], records: npt.NDArray[Any]
+    ) -> list[int]:
+        """Return a token for each wanted row; `records` say the same as `how`."""
         tokens = np.empty(len(wanted), np.int64)
         at_a_time = self._programs.head_rows
         for start in range(0, len(wanted), at_a_time):
