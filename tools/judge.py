@@ -7,7 +7,7 @@ Usage:
   judge.py MODEL --text=FILE [--apart] [--device=NAME] [--tokens=N] [--threads=N] [--name=NAME]
            [--peer=FILE]
   judge.py --random [--only=NAMES] [--device=NAME] [--tokens=N] [--threads=N] [--name=NAME]
-           [--peer=FILE]
+           [--peer=FILE] [--jobs=N]
   judge.py --help
 
 Options:
@@ -25,6 +25,7 @@ Options:
                  random
   --peer=FILE    take llama.cpp's figures from an earlier result of this program on the same model
                  and tokens, for a machine that has no llama-cpp-python
+  --jobs=N       random models that are judged at a time [default: 1]
 
 Both the device and llama.cpp read the tokens twice: as a prompt, and one by one. The criteria are
 those of tools/criteria.py, over the rows of all documents together.
@@ -37,8 +38,10 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +86,7 @@ def main() -> int:
     print("model, path | criterion | device | llama.cpp | limit | verdict")
     print("---|---|---|---|---|---")
     if arguments["--random"]:
-        results = judge_random(judge, count, arguments["--only"])
+        results = judge_random(judge, count, arguments["--only"], int(arguments["--jobs"]))
         size = Size(1, count)
         name = "random"
     else:
@@ -102,23 +105,31 @@ def main() -> int:
 
 
 def judge_random(
-    judge: Callable[[Path, Documents, Criteria], Result], count: int, only: str | None
+    judge: Callable[[Path, Documents, Criteria], Result], count: int, only: str | None, jobs: int
 ) -> dict[str, Result]:
-    """Judge random models by name, all of them or those named in `only`."""
+    """Judge random models by name, all of them or those named in `only`, `jobs` at a time."""
     makers = RANDOM_MODELS | TYPE_MODELS
     names = list(makers) if only is None else only.split(",")
     unknown = [name for name in names if name not in makers]
     if unknown:
         raise SystemExit(f"--only {unknown[0]}: no such model; known: {', '.join(makers)}")
-    results = {}
-    for name in names:
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / f"{name}.gguf"
-            makers[name](path)
-            with GGUFFile.open(path) as file:
-                ids = random_ids(file, count)
-            results[name] = judge(path, [ids], random_checks)
-    return results
+    one = partial(judge_random_model, judge, count)
+    if jobs == 1:
+        return dict(zip(names, map(one, names), strict=True))
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        return dict(zip(names, pool.map(one, names), strict=True))
+
+
+def judge_random_model(
+    judge: Callable[[Path, Documents, Criteria], Result], count: int, name: str
+) -> Result:
+    """Make a random model, and judge it on random tokens."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / f"{name}.gguf"
+        (RANDOM_MODELS | TYPE_MODELS)[name](path)
+        with GGUFFile.open(path) as file:
+            ids = random_ids(file, count)
+        return judge(path, [ids], random_checks)
 
 
 def one_document(file: GGUFFile, text: Path, count: int) -> Documents:
