@@ -48,6 +48,7 @@ from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPlaces, KVPlaces, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options
+from strata_nb.progress import Progress
 from strata_nb.steps import WINDOW_ROWS, DeviceReport, ModelReport, Row, closed_error
 from strata_nb.tracing import Announce
 
@@ -90,8 +91,8 @@ class DeviceModel:
         max_rows: int,
         backend: Backend[Any],
         *,
-        progress: Callable[[int, int], object] | None,
-        compiling: Callable[[int, int], object] | None = None,
+        progress: Progress | None,
+        compiling: Progress | None = None,
         say: Callable[[str], None],
         announce: Announce | None = None,
     ) -> None:
@@ -117,8 +118,8 @@ class DeviceModel:
         options: Options,
         ctx_size: int,
         sizes: _Sizes,
-        progress: Callable[[int, int], object] | None,
-        compiling: Callable[[int, int], object] | None,
+        progress: Progress | None,
+        compiling: Progress | None,
         say: Callable[[str], None],
         undo: ExitStack,
     ) -> None:

@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from strata_nb.cache import requests
-from strata_nb.cache.accounts import Account, Change, Report
+from strata_nb.cache.accounts import Account, Change, LedgerReport
 from strata_nb.cache.experts import ExpertArena, Tier
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS
@@ -300,11 +300,11 @@ class Ledger:
         base = self._ranges["experts"].base if held.loan else 0
         return base + held.experts * size, held.loan * size
 
-    def describe(self) -> Report:
+    def describe(self) -> LedgerReport:
         """Return slots, cells and bytes as they are now."""
         account, size = self.account(), self.plan.chunk_bytes
         owners = ("experts", "kv", "loan", "spare", "given_back", "stuck")
-        return Report(
+        return LedgerReport(
             device=self.device,
             chunk_bytes=size,
             slots=self.experts.usable_slots,
