@@ -59,6 +59,7 @@ class Ledger:
     announce        called with every `Change` that was asked for, also those that failed; it must
                     not call the ledger
     record          the same for every event of docs/trace.md
+    growths         of the K/V so far, as announced
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Ledger:
         self._ranges: dict[str, Range] = {}  # "kv" and "experts", while they are open
         self._loan = 0
         self._moved = 0  # experts, in all changes so far
+        self.growths = 0
         self._lost: DeviceLost | None = None
 
     def open(self) -> None:
@@ -237,6 +239,7 @@ class Ledger:
                     filled,
                     error,
                 )
+                self.growths += request == "grow_kv" and change.after.kv > before.kv
                 self.announce(change)
         return change
 
@@ -328,6 +331,7 @@ class Ledger:
             chunks={owner: count for owner, count in account.items() if owner != "capacity"},
             kv_cells=kv.usable_blocks * BLOCK_CELLS,
             free_cells=kv.free_cells,
+            growths=self.growths,
             slots=arena.usable_slots,
             hits=hits,
             misses=misses,
