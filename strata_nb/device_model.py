@@ -222,6 +222,7 @@ class DeviceModel:
                 self.arena.prior[pair] = 1 - rank / (len(order) + 1)
             self.arena.fill(order)
         self._residency = Residency(self.arena, ranks, policy_maker(options), say=say)
+        self.ledger.heat = self._residency.heat
 
     def _emit(
         self,

@@ -237,6 +237,19 @@ def test_slots_that_the_ledger_takes_while_text_goes_on_change_no_bit(
             assert one.arena.resident == min(one.arena.usable_slots, EXPERTS)
 
 
+def test_slots_that_the_ledger_takes_are_of_who_the_policy_would_let_leave(one_size: Path) -> None:
+    with opened(one_size, ROOMY + "@64KiB", expert_cache="24") as one:
+        read_in(one, random_tokens(60, 4) + [7] * 10, 1)
+        heat, there = one._residency.heat(), one.arena.expert_tier == Tier.SLOT
+        held = one.ledger.holdings()
+        one.ledger.carry_out(replace(held, experts=held.experts // 2))
+        stay = one.arena.expert_tier == Tier.SLOT
+        assert 0 < stay.sum() < there.sum()
+        assert heat[stay].min() > heat[there & ~stay].max()
+        use = one.arena.use
+        assert use[stay].min() < use[there & ~stay].max()  # by count others would stay
+
+
 # Slots are real.
 
 

@@ -29,6 +29,7 @@ from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.cache.look import Look
 from strata_nb.cache.plan import Holdings, Plan
+from strata_nb.cache.policy import Heat
 from strata_nb.cache.requests import Situation
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
 from strata_nb.interrupts import interrupts_later
@@ -59,6 +60,8 @@ class Ledger:
     announce        called with every `Change` that was asked for, also those that failed; it must
                     not call the ledger
     record          the same for every event of docs/trace.md
+    heat            says what each expert (layers, experts) is worth: of each size the coldest leave
+                    and the hottest come back. A policy's, once one is in force
     growths         of the K/V so far, as announced
     """
 
@@ -81,6 +84,7 @@ class Ledger:
         self.plan = plan
         self.kv = kv
         self.experts = experts
+        self.heat: Callable[[], Heat] = experts.heat
         self._driver = driver
         self._say = say
         self._pool = ChunkPool(driver, device, plan.chunk_bytes, say=say)
@@ -246,7 +250,7 @@ class Ledger:
     def _refill(self) -> int:
         """Bring the hottest experts into free slots; where that fails they are read in place."""
         try:
-            return self.experts.fill(self.experts.hottest())
+            return self.experts.fill(self.experts.hottest(self.heat()))
         except DeviceLost as error:
             self._lost = error
             raise
@@ -429,7 +433,7 @@ class Ledger:
         size, held = self.plan.chunk_bytes, self.holdings()
         if wanted.kv < held.kv:
             self.kv.compact(wanted.kv * size // self.kv.layout.block_bytes)
-        moves = self.experts.moves_into(wanted.experts * size)
+        moves = self.experts.moves_into(wanted.experts * size, self.heat())
         if moves:
             self.experts.make_way(moves)
             self._drain()
