@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -97,6 +99,33 @@ def test_an_error_of_the_driver_passes_and_stands_in_the_trace(tmp_path: Path) -
     assert line["outcome"] == "DriverError"
     assert line["message"] == str(refused.value)
     assert "result" not in line
+
+
+@pytest.mark.parametrize("moment", ["in the call", "while its line is written"])
+def test_a_call_that_ctrl_c_came_into_has_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    host = HostDriver(parse_host_devices(DEVICE))
+    with closing(host), closing(Recorder(tmp_path / "trace", say=print)) as recorder:
+        where, name = (host, "reserve") if moment == "in the call" else (recorder, "call")
+        whole = getattr(where, name)
+
+        @wraps(whole)
+        def interrupted(*arguments: object) -> object:
+            if where is recorder:
+                signal.raise_signal(signal.SIGINT)
+            result = whole(*arguments)
+            signal.raise_signal(signal.SIGINT)
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                RecordingDriver(host, recorder).reserve(UNIT)
+        assert host.live() == {"reservations": 1}
+        line, *_ = lines_of(tmp_path / "trace")
+        assert (line["kind"], line["outcome"]) == ("reserve", "ok")
+        RecordingDriver(host, recorder).address_free(line["result"], UNIT)
 
 
 def test_a_line_says_whose_memory_it_is_about(tmp_path: Path) -> None:
