@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_world import load, make_tiny, random_tokens, read, same_bits
+from device_world import load, random_tokens, read, same_bits
 from driver_contract import DriverCase, ExecutionContract, MemoryContract, RangeContract
 
 from strata_nb import Engine, Options
@@ -51,13 +51,6 @@ class TestExecution(ExecutionContract):
 
 class TestRanges(RangeContract):
     pass
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_tiny(path)
-    return path
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cache_world import owner_of
 from console import Console as CommandLine
-from device_world import make_tiny, opened, random_tokens, read
+from device_world import opened, random_tokens, read
 from rich.console import Console
 
 from strata_nb import Engine, Options
@@ -22,13 +22,6 @@ from strata_nb.commands.watch import Watch, cells_text
 from strata_nb.errors import DriverError
 
 DEVICE = "host:1x16MiB@64KiB"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_tiny(path)
-    return path
 
 
 @pytest.fixture
