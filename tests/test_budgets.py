@@ -441,12 +441,12 @@ def test_the_context_that_a_refusal_names_does_fit(small: Path) -> None:
     with Engine.open(options) as engine:
         owners = engine.describe().bytes_by_owner
     kib = (owners["dense"] + owners["kv"] // 2) >> 10
-    small = f"host:1x{kib}KiB@64KiB"
-    error = refusal(small, device=small, ctx_size=1024, expert_cache="0", kv_grow=False)
+    device = f"host:1x{kib}KiB@64KiB"
+    error = refusal(small, device=device, ctx_size=1024, expert_cache="0", kv_grow=False)
     assert "K/V of 1,024 cells" in str(error)
     cells = int(error.hint.split("--ctx-size ")[1].split()[0])
     assert 256 <= cells <= 512
-    with Engine.open(replace(options, device=small, ctx_size=cells)) as engine:
+    with Engine.open(replace(options, device=device, ctx_size=cells)) as engine:
         engine.logits(random_tokens(cells))
 
 
