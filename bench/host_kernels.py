@@ -40,6 +40,7 @@ from strata_nb import cpu
 from strata_nb.formats import TensorType, block_layout
 from strata_nb.kernels.host import activations, prompt, window
 from strata_nb.kernels.host.capability import PATH
+from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.packing import GROUP_ROWS, PACKED, pack
 
 THREADS = (1, 2)
@@ -95,7 +96,7 @@ class Bench:
         self.outputs, self.values, self.size_bytes = outputs, values, size_bytes
         self.prompt, self.repeats = prompt, repeats
         x = np.random.default_rng(0).standard_normal((prompt, values)).astype(np.float32)
-        self.x = np.empty(prompt * activations.row_bytes(values), np.uint8)
+        self.x = np.empty(prompt * row_bytes(values), np.uint8)
         activations.quantise_rows(x.ctypes.data, self.x.ctypes.data, values, 0, prompt)
         self.y = np.empty((prompt, outputs), np.float32)
 

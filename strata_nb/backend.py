@@ -10,15 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_nb.addresses import memory_view
+from strata_nb.errors import UnsupportedDevice
 from strata_nb.execution import Driver
 from strata_nb.host import HostDriver, parse_host_devices
-from strata_nb.kernels.host import activations
 from strata_nb.kernels.host.ahead import compile_ahead
 from strata_nb.kernels.host.functions import WorkSpace, prepare
 from strata_nb.kernels.host.threads import PreparedProgram, Threads
 from strata_nb.kernels.program import Program
+from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.progress import Progress
 from strata_nb.tracing import Recorder, RecordingDriver
 
@@ -32,6 +37,10 @@ class Backend(Protocol[Prepared]):
     name        for people
     driver, device   what moves memory, and which of its devices runs
     has_slots   whether experts are copied to the device; else they are read where the host has them
+    of_host     whether the device is made of the host's memory, so that what it holds counts there
+    most_rows   of one step; None: as many as there are buffers for
+    outside_bytes   of the device that the ledger leaves alone: its driver needs them for itself
+    reserve_bytes   of the device that stay free for others where nothing else is asked for
     threads     that load, and that compute where the host computes
     warnings    for the user, one line each
     """
@@ -47,6 +56,18 @@ class Backend(Protocol[Prepared]):
 
     @property
     def has_slots(self) -> bool: ...
+
+    @property
+    def of_host(self) -> bool: ...
+
+    @property
+    def most_rows(self) -> int | None: ...
+
+    @property
+    def outside_bytes(self) -> int: ...
+
+    @property
+    def reserve_bytes(self) -> int: ...
 
     @property
     def threads(self) -> int: ...
@@ -66,8 +87,27 @@ class Backend(Protocol[Prepared]):
     def prepare(self, programs: Sequence[Program]) -> Sequence[Prepared]:
         """Make programs ready to run; they can be run until the backend is closed."""
 
-    def run(self, program: Prepared, first: int = 0, last: int | None = None) -> None:
-        """Run launches first .. last - 1 of a program (None: to its end) and wait for them."""
+    def share(self, table: NDArray[Any], *, is_written: bool = False) -> int:
+        """Return where programs find a table of the host, for as long as the backend is open.
+
+        A run sees what the host wrote into it before. `is_written`: programs write it too, and what
+        they wrote is there after `wait`.
+        """
+
+    def send(self, address: int, array: NDArray[Any]) -> None:
+        """Bring an array to an address of the device, for later runs; it may be changed at once."""
+
+    def fetch(self, address: int, array: NDArray[Any]) -> None:
+        """Fill an array from an address of the device, with what earlier runs left there."""
+
+    def run(self, program: Prepared, rows: int, first: int = 0, last: int | None = None) -> None:
+        """Begin to run launches first .. last - 1 of a program (None: to its end).
+
+        rows   that the step has, as its record says too
+        """
+
+    def wait(self) -> None:
+        """Wait until every run has ended."""
 
     def close(self) -> None:
         """End threads and free what is left; may be called twice."""
@@ -80,6 +120,8 @@ class HostBackend:
     """
 
     device = 0
+    of_host, most_rows = True, None
+    outside_bytes = reserve_bytes = 0
 
     def __init__(self, text: str, threads: int, recorder: Recorder | None = None) -> None:
         devices = parse_host_devices(text)
@@ -101,7 +143,7 @@ class HostBackend:
             self.driver = RecordingDriver(self.driver, recorder)
 
     def packed_row_bytes(self, values: int) -> int:
-        return activations.row_bytes(values)
+        return row_bytes(values)
 
     def compile(self, programs: Sequence[Program], progress: Progress | None, say: Say) -> None:
         compile_ahead(programs, progress=progress, say=say)
@@ -112,8 +154,22 @@ class HostBackend:
         self._spaces.append(space)
         return [prepare(program, space) for program in programs]
 
-    def run(self, program: PreparedProgram, first: int = 0, last: int | None = None) -> None:
+    def share(self, table: NDArray[Any], *, is_written: bool = False) -> int:
+        return int(table.ctypes.data)
+
+    def send(self, address: int, array: NDArray[Any]) -> None:
+        memory_view(address, array.nbytes)[:] = array.reshape(-1).view(np.uint8)
+
+    def fetch(self, address: int, array: NDArray[Any]) -> None:
+        array.reshape(-1).view(np.uint8)[:] = memory_view(address, array.nbytes)
+
+    def run(
+        self, program: PreparedProgram, rows: int, first: int = 0, last: int | None = None
+    ) -> None:
         self._threads().run(program, first, last)
+
+    def wait(self) -> None:
+        """Do nothing: a run has ended when it returns."""
 
     def _threads(self) -> Threads:
         if self._compute is None:
@@ -124,3 +180,32 @@ class HostBackend:
     def close(self) -> None:
         self._resources.close()
         self._spaces.clear()
+
+
+def open_backend(device: str, threads: int, recorder: Recorder | None = None) -> Backend[Any]:
+    """Return the backend of a device as `--device` names it.
+
+    UnsupportedDevice where there is no such card, or nothing to compile kernels for it.
+    """
+    if not device.startswith("cuda"):
+        return HostBackend(device, threads, recorder)
+    # Here, because a host device does without them.
+    from strata_nb.card_backend import CardBackend
+    from strata_nb.driver import CudaDriver
+    from strata_nb.kernels.gpu.cubins import Cubins
+
+    number = int(device.partition(":")[2] or 0)
+    driver = CudaDriver()
+    try:
+        if number >= driver.device_count:
+            raise UnsupportedDevice(
+                f"--device {device}: there are {driver.device_count} cards, 0 to "
+                f"{driver.device_count - 1}",
+                hint="strata_nb devices lists them",
+            )
+        major, minor = driver.card_facts(number).capability
+        compiler = Cubins(f"sm_{major}{minor}")
+    except BaseException:
+        driver.close()
+        raise
+    return CardBackend(device, driver, number, compiler, threads, recorder)

@@ -164,18 +164,25 @@ def instruction(function: Function) -> Function:
 
 @cache
 def cache_folder() -> Path:
-    """Return the folder of this version, these sources and this processor, and make it.
-
-    It lies in STRATA_NB_CACHE_DIR or else, as the XDG convention has it, in the user's cache.
-    """
-    home = os.environ.get(CACHE_VARIABLE)
-    if not home:
-        parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        home = os.path.join(parent, "strata_nb")
+    """Return the folder of this version, these sources and this processor, and make it."""
     digest = hashlib.sha256()
     for part in _ingredients():
         digest.update(len(part).to_bytes(8, "little") + part)
-    folder = Path(home) / f"kernels-{digest.hexdigest()[:24]}"
+    return kept_folder(cache_home() / f"kernels-{digest.hexdigest()[:24]}")
+
+
+def cache_home() -> Path:
+    """Return where machine code is kept: STRATA_NB_CACHE_DIR or else, as the XDG convention has it,
+    in the user's cache.
+    """
+    home = os.environ.get(CACHE_VARIABLE)
+    if home:
+        return Path(home)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "strata_nb"
+
+
+def kept_folder(folder: Path) -> Path:
+    """Make a folder for machine code and return it; ConfigError where that is refused."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb import device_needs, loading, models
-from strata_nb.addresses import memory_view
 from strata_nb.backend import Backend
 from strata_nb.cache.accounts import Change
 from strata_nb.cache.capacity import Ledger
@@ -131,17 +130,17 @@ class DeviceModel:
         unplaced, weight_bytes = loading.dense_layout(file, sizes.dense)
         measured, buffer_bytes = self._emit(sizes, unplaced, Buffers(), placed=False)
         needs = Needs(
-            dense_bytes=device_needs.plain_bytes(weight_bytes, buffer_bytes),
-            reserve_bytes=(options.vram_reserve_mib or 0) << 20,
+            dense_bytes=device_needs.plain_bytes(weight_bytes, buffer_bytes)
+            + backend.outside_bytes,
+            reserve_bytes=device_needs.reserve_bytes(options, backend),
             kv=sizes.kv,
             kv_cells=ctx_size if rules is None else rules.init_cells,
             kv_most_cells=ctx_size,
             slots=sizes.slots if wanted_slots != 0 else None,
             slots_wanted=wanted_slots,
         )
-        self.warnings += loading.check_memory(
-            device_needs.host_bytes(sizes.experts.size_bytes if sizes.experts else 0, needs)
-        )
+        expert_bytes = sizes.experts.size_bytes if sizes.experts else 0
+        self.warnings += loading.check_memory(device_needs.host_bytes(expert_bytes, needs, backend))
         plan = plan_device(driver, device, needs)
         self.warnings += device_needs.reach_warnings(plan)
         backend.compile([measured.body, measured.head], compiling, say)
@@ -208,8 +207,8 @@ class DeviceModel:
             raise AssertionError(f"buffers of {placed_bytes:,} bytes in {buffer_bytes:,}")
         self._programs = emitted
         self._body, self._head = backend.prepare([emitted.body, emitted.head])
-        _write_rope_table(file, model, base, ctx_size)
-        self._record = _Record(emitted, model.vocab_size)
+        _write_rope_table(file, model, backend, base, ctx_size)
+        self._record = _Record(emitted)
         self._elastic = ElasticKV(self.ledger, rules, say=say) if rules is not None else None
         if self._elastic is not None:
             self._elastic.reconsider()
@@ -238,8 +237,9 @@ class DeviceModel:
         """
         model = self.description
         rope = buffers.take(sizes.rope_bytes)
+        share = self._backend.share
         kv = KVPlaces(
-            table=self.kv.table.ctypes.data if placed else 0,
+            table=share(self.kv.table) if placed else 0,
             table_width=self.kv.table.shape[1] if placed else 0,
             key_type=sizes.kv.key.cache_type,
             value_type=sizes.kv.value.cache_type,
@@ -247,21 +247,24 @@ class DeviceModel:
             value_offsets=[sizes.kv.part_offset(layer, "v") for layer in range(model.layers)],
         )
         experts: list[ExpertPlaces] = []
-        for layer in range(model.layers if sizes.experts is not None else 0):
-            parts = sizes.experts.parts[layer] if sizes.experts is not None else {}
-            if not placed:
-                experts.append(ExpertPlaces(0, 0, 0, 0, parts))
-                continue
-            arena = self.arena
-            experts.append(
+        if sizes.experts is not None:
+            tables = [0, 0, 0, 0]
+            if placed:
+                arena = self.arena
+                tables = [share(table) for table in (arena.expert_address, arena.expert_tier)]
+                tables += [share(table, is_written=True) for table in (arena.use, arena.tally)]
+            addresses, tiers, use, tally = tables
+            count = model.experts
+            experts = [
                 ExpertPlaces(
-                    arena.expert_address[layer].ctypes.data,
-                    arena.expert_tier[layer].ctypes.data,
-                    arena.use[layer].ctypes.data,
-                    arena.tally.ctypes.data,
-                    parts,
+                    addresses + 8 * count * layer,
+                    tiers + count * layer,
+                    use + 8 * count * layer,
+                    tally,
+                    sizes.experts.parts[layer],
                 )
-            )
+                for layer in range(model.layers)
+            ]
         programs = models.emit_programs(
             model,
             Places(tensors, experts, kv, rope),
@@ -352,8 +355,10 @@ class DeviceModel:
         for sequence, cells in new.items():
             self.kv.extend(sequence, cells)
         self._record.write(rows, lengths)
+        self._backend.send(self._record.address, self._record.words)
         self._run_body(len(rows))
         logits = self._run_head([n for n, row in enumerate(rows) if row.wants_logits])
+        self._backend.wait()
         if self.arena.usable_slots:
             self._residency.after(len(rows))
         if self._trace is not None:  # behind all that may fail: a step that is repeated counts once
@@ -387,18 +392,19 @@ class DeviceModel:
     def chosen(self, rows: int) -> npt.NDArray[np.int64]:
         """Return the experts that the rows of the last step used: (rows, layers, top_k)."""
         self._opened()
-        model = self.description
-        size = rows * model.top_k * 8
-        tables = [memory_view(address, size).view(np.int64) for address in self._programs.chosen]
-        return np.stack([table.reshape(rows, model.top_k) for table in tables], axis=1)
+        top_k = self.description.top_k
+        tables = np.empty((len(self._programs.chosen), rows, top_k), np.int64)
+        for address, table in zip(self._programs.chosen, tables, strict=True):
+            self._backend.fetch(address, table)
+        return np.ascontiguousarray(tables.transpose(1, 0, 2))
 
     def _run_body(self, rows: int) -> None:
         if rows <= WINDOW_ROWS:
-            self._backend.run(self._body)
+            self._backend.run(self._body, rows)
             return
         first = 0
         for end in self._programs.layer_ends:
-            self._backend.run(self._body, first, end)
+            self._backend.run(self._body, rows, first, end)
             first = end
 
     def _run_head(self, wanted: Sequence[int]) -> Floats:
@@ -407,8 +413,9 @@ class DeviceModel:
         for start in range(0, len(wanted), at_a_time):
             some = wanted[start : start + at_a_time]
             self._record.want(some)
-            self._backend.run(self._head)
-            logits[start : start + len(some)] = self._record.logits[: len(some)]
+            self._backend.send(self._record.address, self._record.words)
+            self._backend.run(self._head, len(some))
+            self._backend.fetch(self._programs.logits, logits[start : start + len(some)])
         return logits
 
     # The rest.
@@ -500,18 +507,23 @@ class DeviceModel:
 
 
 class _Record:
-    """Write a step's own numbers where the programs read them, and read the logits."""
+    """The host's copy of a step's record: `words` go to `address` before each run."""
 
-    def __init__(self, programs: Programs, vocab: int) -> None:
+    def __init__(self, programs: Programs) -> None:
         record, rows, head_rows = programs.record, programs.max_rows, programs.head_rows
-        self._rows = _words(record.rows, 1)
-        self._wanted = _words(record.wanted, 1)
-        self._tokens = _words(record.tokens, rows)
-        self._sequences = _words(record.sequences, rows)
-        self._positions = _words(record.positions, rows)
-        self._wanted_rows = _words(record.wanted_rows, head_rows)
-        size = head_rows * vocab * 4
-        self.logits = memory_view(programs.logits, size).view(np.float32).reshape(head_rows, vocab)
+        self.address = record.rows
+        end = record.wanted_rows + 8 * head_rows
+        self.words = np.zeros((end - self.address) // 8, np.int64)
+
+        def part(address: int, count: int) -> npt.NDArray[np.int64]:
+            first = (address - self.address) // 8
+            return self.words[first : first + count]
+
+        self._rows, self._wanted = part(record.rows, 1), part(record.wanted, 1)
+        self._tokens = part(record.tokens, rows)
+        self._sequences = part(record.sequences, rows)
+        self._positions = part(record.positions, rows)
+        self._wanted_rows = part(record.wanted_rows, head_rows)
 
     def write(self, rows: Sequence[Row], lengths: dict[int, int]) -> None:
         """Write rows, each at the next position of its sequence; `lengths` is used up."""
@@ -529,10 +541,6 @@ class _Record:
         """Write which rows the head is for."""
         self._wanted[0] = len(rows)
         self._wanted_rows[: len(rows)] = rows
-
-
-def _words(address: int, count: int) -> npt.NDArray[np.int64]:
-    return memory_view(address, 8 * count).view(np.int64)
 
 
 def _measure(file: GGUFFile, model: Description, options: Options, ctx_size: int) -> _Sizes:
@@ -560,15 +568,16 @@ def policy_maker(options: Options) -> Maker:
     return Insertion if options.adapt == "insert" else static
 
 
-def _write_rope_table(file: GGUFFile, model: Description, address: int, ctx_size: int) -> None:
+def _write_rope_table(
+    file: GGUFFile, model: Description, backend: Backend[Any], address: int, ctx_size: int
+) -> None:
     """Write cosines and sines of all positions: float32 (ctx_size, 2, planes)."""
     factors = None
     if ROPE_FACTORS in file.tensors:
         factors = dequantise(file.tensors[ROPE_FACTORS].type, file.raw(ROPE_FACTORS))
     frequencies = rope_frequencies(model.rope_dims, model.rope_base, model.rope_scale, factors)
-    planes = model.rope_dims // 2
-    table = memory_view(address, ctx_size * 2 * planes * 4).view(np.float32)
-    table = table.reshape(ctx_size, 2, planes)
+    row_bytes = model.rope_dims * 4
     for start in range(0, ctx_size, 4096):
         positions = np.arange(start, min(start + 4096, ctx_size))
-        table[positions, 0], table[positions, 1] = rope_table(positions, frequencies)
+        table = np.stack(rope_table(positions, frequencies), axis=1)
+        backend.send(address + start * row_bytes, np.ascontiguousarray(table, np.float32))

@@ -69,8 +69,17 @@ def plain_bytes(*sizes: int) -> int:
     return sum(-(-size // PLAIN_UNIT_BYTES) * PLAIN_UNIT_BYTES for size in sizes)
 
 
-def host_bytes(expert_bytes: int, needs: Needs) -> dict[str, int]:
+def reserve_bytes(options: Options, backend: Backend[Any]) -> int:
+    """Return how much of the device stays free for others."""
+    if options.vram_reserve_mib is None:
+        return backend.reserve_bytes
+    return options.vram_reserve_mib << 20
+
+
+def host_bytes(expert_bytes: int, needs: Needs, backend: Backend[Any]) -> dict[str, int]:
     """Return what host memory must hold, for people and by bytes."""
+    if not backend.of_host:
+        return {"experts": expert_bytes}
     host = {
         "experts": expert_bytes,
         "dense weights and buffers": needs.dense_bytes,

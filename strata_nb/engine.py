@@ -190,7 +190,7 @@ class Engine:
         resources: ExitStack,
     ) -> DeviceModel:
         # Here, because these load Numba, which the judge does without.
-        from strata_nb.backend import HostBackend
+        from strata_nb.backend import open_backend
         from strata_nb.device_model import DeviceModel
         from strata_nb.tracing import Recorder
 
@@ -198,15 +198,23 @@ class Engine:
         if options.trace is not None:
             recorder = Recorder(options.trace, say=lambda line: self.say(line))
             resources.callback(recorder.close)
-        backend = HostBackend(self.device, self.threads, recorder)
+        backend = open_backend(self.device, self.threads, recorder)
         resources.callback(backend.close)
         self.warnings += backend.warnings
+        most_rows = max(WINDOW_ROWS, self.prefill_rows)
+        if backend.most_rows is not None and most_rows > backend.most_rows:
+            most_rows = self.prefill_rows = min(backend.most_rows, self.ctx_size)
+            if isinstance(options.prefill, int):
+                self.warnings.append(
+                    f"--prefill {options.prefill}: the device {self.device} reads prompts "
+                    f"{self.prefill_rows} rows at a time for now"
+                )
         return DeviceModel(
             file,
             self.description,
             options,
             self.ctx_size,
-            max(WINDOW_ROWS, self.prefill_rows),
+            most_rows,
             backend,
             progress=progress,
             compiling=compiling,

@@ -1,7 +1,8 @@
 """Say what a driver can run on a device: memory to work in, copies, streams and events.
 
 `vmm.MemoryDriver` holds the operations that move physical memory; `ExecutionDriver` holds those
-that use it; a backend's driver is both. Handles and addresses are plain integers in every
+that use it; a backend's driver is both. `ProgramDriver` is what drivers of cards have beside
+them: kernels and graphs. Handles and addresses are plain integers in every
 backend, so that an address can be stored in a table, added to and given to a kernel without
 asking who made it.
 """
@@ -10,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from strata_nb.vmm import MemoryDriver
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 PLAIN_UNIT_BYTES = 4096  # an allocation takes a multiple of this from its device
 
@@ -97,7 +101,77 @@ class ExecutionDriver(Protocol):
         """Set `size` bytes to `value` (0 to 255)."""
 
     def launch_host(self, stream: int, function: Callable[[], object]) -> None:
-        """Call `function` on the host in the stream's order; it must not call the driver."""
+        """Call `function` on the host in the stream's order; it must not call the driver.
+
+        A function that waits for one of another stream may wait for ever: a driver may run the
+        functions of all streams one after another.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionFacts:
+    """Say what the compiler gave a kernel: a thread's registers and bytes of local memory (spills
+    and arrays), and a block's bytes of shared memory of fixed size."""
+
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+
+
+Dimensions = tuple[int, int, int]  # x, y, z
+
+
+class ProgramDriver(Protocol):
+    """Run compiled kernels, and whole sequences of them as graphs.
+
+    Drivers of cards have this beside the rest; a host device runs its kernels in threads.
+    """
+
+    def load_module(self, device: int, image: bytes) -> int:
+        """Return a module of compiled code, or of code that the driver compiles now."""
+
+    def unload_module(self, module: int) -> None:
+        """End a module and its functions; no work that uses them may be left."""
+
+    def function(self, module: int, name: str) -> int:
+        """Return a kernel of a module; valid until the module is unloaded."""
+
+    def function_facts(self, function: int) -> FunctionFacts: ...
+
+    def set_dynamic_shared_bytes(self, function: int, size: int) -> None:
+        """Allow launches of a kernel to ask for up to `size` bytes of shared memory a block."""
+
+    def launch(
+        self,
+        function: int,
+        grid: Dimensions,
+        block: Dimensions,
+        shared_bytes: int,
+        stream: int,
+        arguments: Buffer,
+    ) -> None:
+        """Run a kernel on a stream: `grid` blocks of `block` threads.
+
+        arguments: the bytes of all arguments in order, each aligned as C aligns it, which
+        `struct.pack("@...", ...)` does. They are copied before this returns.
+        """
+
+    def capture_begin(self, stream: int) -> None:
+        """Let work of this stream, and of those that wait for its events, become a graph instead
+        of running, until `capture_end`. Meanwhile this thread takes and frees no memory."""
+
+    def capture_end(self, stream: int) -> int:
+        """Return the graph of the work since `capture_begin`."""
+
+    def graph_instantiate(self, graph: int, device: int) -> int:
+        """Return an executable made of a graph, which may then be destroyed."""
+
+    def graph_launch(self, executable: int, stream: int) -> None:
+        """Run all work of an executable on a stream; launches of one executable do not overlap."""
+
+    def graph_destroy(self, graph: int) -> None: ...
+
+    def executable_destroy(self, executable: int) -> None: ...
 
 
 class Driver(MemoryDriver, ExecutionDriver, Protocol):

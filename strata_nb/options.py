@@ -76,10 +76,15 @@ def _check_path(flag: str, value: object) -> None:
 def _check_device(device: object) -> None:
     from strata_nb.host import parse_host_devices  # not needed for `--help`
 
-    if not isinstance(device, str) or device.split(":")[0] not in ("auto", REFERENCE, "host"):
-        raise _refuse("--device", device, "one of: auto, host, host:1x512MiB, " + REFERENCE)
+    known = ("auto", REFERENCE, "host", "cuda")
+    if not isinstance(device, str) or device.split(":")[0] not in known:
+        hint = "one of: auto, cuda, cuda:1, host, host:1x512MiB, " + REFERENCE
+        raise _refuse("--device", device, hint)
     if device.startswith("host"):
         parse_host_devices(device)
+    elif device.startswith("cuda"):
+        if not re.fullmatch(r"cuda(:[0-9]{1,3})?", device):
+            raise _refuse("--device", device, "cuda, or cuda:1 for the second card")
     elif ":" in device:
         raise _refuse("--device", device, device.split(":")[0])
 
@@ -91,7 +96,8 @@ class Options:
     model           path of a GGUF file (of a split one, any shard); None: the small story model
                     that comes with the package
     device          "host": this machine, the experts read where they are; "host:1x512MiB": a small
-                    device made of its memory, with slots for experts; "reference": the float32
+                    device made of its memory, with slots for experts; "cuda", "cuda:1": an
+                    NVIDIA card; "reference": the float32
                     judge; "auto": host
     ctx_size        cells of the K/V cache; None: the model's context, at most 8,192
     threads         compute threads; None: physical cores within affinity and quota

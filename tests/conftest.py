@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import gpu_launches
 import pytest
 from hypothesis import settings
 from make_model import make_model
 from model_shapes import LOGITS_SHAPES
 from vocab_files import VocabFiles
+
+from strata_nb.errors import UnsupportedDevice
+
+if TYPE_CHECKING:
+    from gpu_card import Card
 
 pytest.register_assert_rewrite("driver_contract", "cache_world")
 
@@ -35,6 +43,28 @@ def smollm2() -> Path:
         pytest.skip(missing)
     (path,) = Path(package.origin).parent.glob("*.gguf")
     return path
+
+
+@pytest.fixture(scope="session")
+def card() -> Iterator[Card]:
+    """The first NVIDIA card; the test is skipped where there is none."""
+    from gpu_card import Card  # not before it is needed: it loads Numba
+
+    try:
+        card = Card()
+    except UnsupportedDevice as error:
+        pytest.skip(error.message)
+    yield card
+    card.close()
+
+
+@pytest.fixture(params=["simulated", pytest.param("card", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest) -> gpu_launches.Run:
+    """What runs one launch of a GPU kernel; see `gpu_launches.simulated`."""
+    if request.param == "simulated":
+        return gpu_launches.simulated
+    run: gpu_launches.Run = request.getfixturevalue("card").run
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from typing import Any
 
 from strata_nb.device_model import SEQUENCES
 from strata_nb.formats import tensor_bytes
-from strata_nb.kernels.host.activations import row_bytes
 from strata_nb.kernels.host.matrices import input_row_bytes
+from strata_nb.kernels.quantised_rows import row_bytes
 
 CONTEXT = 128  # cells of the models whose programs are looked through
 

@@ -1,9 +1,9 @@
 """The plain numpy form of every kernel of the table, for tests: what it makes of whole arrays.
 
 Formulas that the judge needs too are those of `kernels/reference.py`; the rest is what the table's
-comments say, spelled out. Arrays are float32 and int64, rows first. Quantised rows are one form of
-a backend (`quantised`: the host's); whoever compares products with them takes the values that they
-stand for (`values_of`). `numpy_backend.py` runs whole programs with these functions.
+comments say, spelled out. Arrays are float32 and int64, rows first. Quantised rows are bytes
+(`quantised`); whoever compares products with them takes the values that they stand for
+(`values_of`). `numpy_backend.py` runs whole programs with these functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rms_norm(x: Floats, weight: Floats, eps: float, parts: int = 1) -> Floats:
 
 
 def quantised(x: Floats) -> Bytes:
-    """Return rows (rows, values) as the head of the host's `activations.py` says."""
+    """Return rows (rows, values) as the head of `quantised_rows.py` says."""
     rows = len(x)
     groups = x.reshape(rows, -1, 32)
     largest = np.abs(groups).max(axis=2)

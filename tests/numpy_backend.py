@@ -30,6 +30,7 @@ class NumpyBackend:
     """Run programs on the host's memory, one launch after the other."""
 
     device, has_slots, threads = 0, False, 1
+    of_host, most_rows, outside_bytes, reserve_bytes = True, None, 0, 0
     warnings: Sequence[str] = ()
 
     def __init__(self, device: str = "host") -> None:
@@ -46,7 +47,19 @@ class NumpyBackend:
     def prepare(self, programs: Sequence[Program]) -> Any:
         return list(programs)
 
-    def run(self, program: Any, first: int = 0, last: int | None = None) -> None:
+    def share(self, table: NDArray[Any], *, is_written: bool = False) -> int:
+        return int(table.ctypes.data)
+
+    def send(self, address: int, array: NDArray[Any]) -> None:
+        memory_view(address, array.nbytes)[:] = array.reshape(-1).view(np.uint8)
+
+    def fetch(self, address: int, array: NDArray[Any]) -> None:
+        array.reshape(-1).view(np.uint8)[:] = memory_view(address, array.nbytes)
+
+    def wait(self) -> None:
+        pass
+
+    def run(self, program: Any, rows: int, first: int = 0, last: int | None = None) -> None:
         for one in cast("Program", program)[first:last]:
             _RUN[one.kernel](_Arguments(one))
 

@@ -28,14 +28,12 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return Console(capsys, monkeypatch)
 
 
-def test_devices_lists_the_host_small_devices_and_the_judge(run: Console) -> None:
+def test_devices_lists_the_host_small_devices_cards_and_the_judge(run: Console) -> None:
     status, out, _ = run("devices")
     assert status == 0
-    assert [line.split()[0] for line in out.splitlines() if line[0] != " "] == [
-        "host",
-        "host:NxSIZE",
-        "reference",
-    ]
+    names = [line.split()[0] for line in out.splitlines() if line[0] != " "]
+    assert (names[:2], names[-1]) == (["host", "host:NxSIZE"], "reference")
+    assert {name.split(":")[0] for name in names[2:-1]} == {"cuda"}
     assert "GiB" in out
 
 
@@ -43,9 +41,10 @@ def test_devices_shows_one_device_or_refuses_it(run: Console) -> None:
     _, out, _ = run("devices", "--device", "host:2x64MiB@256KiB")
     assert out.count("64.0 MiB for weights") == 2
     assert "256.0 KiB" in out
-    status, _, err = run("devices", "--device", "cuda:0")
-    assert status == 2
-    assert "cuda:0" in err
+    for wrong in ("tpu:0", "cuda:x", "cuda:9999"):
+        status, _, err = run("devices", "--device", wrong)
+        assert status == 2
+        assert f"--device {wrong}: " in err
 
 
 def test_a_small_device_says_what_fits_and_writes_what_the_host_writes(

@@ -8,20 +8,23 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from emitted_models import CASES, MAX_ROWS, SHAPES, make
 from kernel_memory import CONTEXT, EXTENTS, MAY_BE_ZERO, WRITTEN
 from make_model import make_model
+from numpy.typing import NDArray
 
 from strata_nb import device_model, models
+from strata_nb.addresses import memory_view
 from strata_nb.device_model import ROPE_FACTORS, DeviceModel
 from strata_nb.errors import ConfigError
 from strata_nb.formats import TensorType, tensor_bytes
 from strata_nb.gguf import GGUFFile
 from strata_nb.host import HostDriver, parse_host_devices
-from strata_nb.kernels.host.activations import row_bytes
 from strata_nb.kernels.host.threads import PreparedProgram
 from strata_nb.kernels.program import Launch, Program
+from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.table import KERNELS
 from strata_nb.models.places import Buffers, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
@@ -34,6 +37,7 @@ class RecordingBackend:
     """Keep programs instead of compiling and running them."""
 
     name, device, has_slots, threads = "recording", 0, False, 1
+    of_host, most_rows, outside_bytes, reserve_bytes = True, None, 0, 0
     warnings: Sequence[str] = ()
 
     def __init__(self) -> None:
@@ -48,7 +52,21 @@ class RecordingBackend:
     def prepare(self, programs: Sequence[Program]) -> list[PreparedProgram]:
         return [PreparedProgram([]) for _ in programs]
 
-    def run(self, program: PreparedProgram, first: int = 0, last: int | None = None) -> None:
+    def share(self, table: NDArray[Any], *, is_written: bool = False) -> int:
+        return int(table.ctypes.data)
+
+    def send(self, address: int, array: NDArray[Any]) -> None:
+        memory_view(address, array.nbytes)[:] = array.reshape(-1).view(np.uint8)
+
+    def fetch(self, address: int, array: NDArray[Any]) -> None:
+        raise AssertionError("nothing is run here")
+
+    def run(
+        self, program: PreparedProgram, rows: int, first: int = 0, last: int | None = None
+    ) -> None:
+        raise AssertionError("nothing is run here")
+
+    def wait(self) -> None:
         raise AssertionError("nothing is run here")
 
     def close(self) -> None:

@@ -23,8 +23,8 @@ from host_launches import (
 
 from strata_nb.formats import TensorType, tensor_bytes
 from strata_nb.kernels import reference
-from strata_nb.kernels.host.activations import row_bytes
 from strata_nb.kernels.host.matrices import input_row_bytes, takes_packed
+from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.reference import Floats, Integers
 
 T = TensorType

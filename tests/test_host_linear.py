@@ -8,8 +8,8 @@ import pytest
 from host_launches import COUNTS, ROWS, UNTOUCHED, Matrix, as_read, made, normal, run, same_bits
 
 from strata_nb.formats import TensorType
-from strata_nb.kernels.host.activations import row_bytes
 from strata_nb.kernels.host.matrices import takes_packed
+from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.reference import Floats
 
 T = TensorType

@@ -12,7 +12,7 @@ from random_blocks import random_blocks
 
 from strata_nb.formats import TensorType, block_layout, block_record, dequantise
 from strata_nb.kernels import reference
-from strata_nb.kernels.host.activations import quantise_kernel, row_bytes
+from strata_nb.kernels.host.activations import quantise_kernel
 from strata_nb.kernels.host.embedding import embed_kernel, work_bytes
 from strata_nb.kernels.host.gating import gated_add_kernel, silu_mul_kernel
 from strata_nb.kernels.host.normalising import rms_norm_kernel
@@ -23,6 +23,7 @@ from strata_nb.kernels.host.routing import (
     router_top_k_kernel,
 )
 from strata_nb.kernels.program import launch
+from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.packing import PACKED, UNPACKED, pack
 
 Floats = NDArray[np.float32]

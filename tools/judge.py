@@ -1,11 +1,12 @@
 """Judge a device: is it as near the float32 forward as llama.cpp is? Exit status 1 if it is not.
 
 Run it from the root of the project, in an environment that also has llama-cpp-python, which is no
-dependency of the project.
+dependency of the project, or with --peer.
 
 Usage:
-  judge.py MODEL --text=FILE [--device=NAME] [--tokens=N] [--threads=N] [--name=NAME]
+  judge.py MODEL --text=FILE [--device=NAME] [--tokens=N] [--threads=N] [--name=NAME] [--peer=FILE]
   judge.py --random [--only=NAMES] [--device=NAME] [--tokens=N] [--threads=N] [--name=NAME]
+           [--peer=FILE]
   judge.py --help
 
 Options:
@@ -18,6 +19,8 @@ Options:
   --threads=N    of the device; default: its own choice
   --name=NAME    the figures go to bench/results/judge_NAME.json; default: the model's name, or
                  random
+  --peer=FILE    take llama.cpp's figures from an earlier result of this program on the same model
+                 and tokens, for a machine that has no llama-cpp-python
 
 Both the device and llama.cpp read the tokens twice: as a prompt, and one by one. The criteria are
 those of tools/criteria.py.
@@ -25,6 +28,7 @@ those of tools/criteria.py.
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -40,7 +44,7 @@ from make_model import make_model
 from model_shapes import LOGITS_SHAPES
 from oracle_llama_cpp import PROMPT_BATCH, distance, llama_cpp_logits
 from oracle_models import RANDOM_MODELS, float32_logits, random_ids, text_ids
-from results import write_result
+from results import device_name, write_result
 
 from strata_nb import Engine, Options
 from strata_nb.formats import DEQUANTISABLE, TensorType
@@ -67,7 +71,8 @@ def main() -> int:
     arguments = docopt(str(__doc__))
     count = int(arguments["--tokens"])
     threads = int(arguments["--threads"]) if arguments["--threads"] else None
-    judge = partial(judge_model, arguments["--device"], threads)
+    peer = Peer(arguments["--peer"], count)
+    judge = partial(judge_model, arguments["--device"], threads, peer)
     print("model, path | criterion | device | llama.cpp | limit | verdict")
     print("---|---|---|---|---|---")
     if arguments["--random"]:
@@ -108,8 +113,31 @@ def judge_random(
     return results
 
 
+class Peer:
+    """Give llama.cpp's figures: measured now, or from an earlier result."""
+
+    def __init__(self, result: str | None, tokens: int) -> None:
+        self._stored: dict[str, Result] | None = None
+        if result is not None:
+            stored = json.loads(Path(result).read_text())
+            if stored["tokens"] != tokens:
+                raise SystemExit(f"--peer {result}: of {stored['tokens']} tokens, not of {tokens}")
+            self._stored = stored["models"]
+
+    def figures(self, path: Path, ids: Ids, exact: Floats, way: str) -> dict[str, float]:
+        """Return the figures of one way through a model: prompt or decode."""
+        if self._stored is None:
+            batch = PROMPT_BATCH if way == "prompt" else 1
+            return figures(exact, llama_cpp_logits(path, ids, batch))
+        found = self._stored.get(path.name, self._stored.get(path.stem))
+        if found is None:
+            raise SystemExit(f"--peer: no model {path.name} among {', '.join(self._stored)}")
+        stored: dict[str, float] = found[way]["llama.cpp"]  # type: ignore[assignment]
+        return stored
+
+
 def judge_model(
-    device: str, threads: int | None, path: Path, ids: Ids, criteria: Criteria
+    device: str, threads: int | None, peers: Peer, path: Path, ids: Ids, criteria: Criteria
 ) -> Result:
     """Return figures and checks of both paths through a model, and print the checks."""
     with GGUFFile.open(path) as file:
@@ -118,9 +146,9 @@ def judge_model(
     with Engine.open(options) as engine:
         logits = {"prompt": engine.logits(ids.tolist()), "decode": decode_logits(engine, ids)}
     result: Result = {}
-    for name, batch in (("prompt", PROMPT_BATCH), ("decode", 1)):
+    for name in ("prompt", "decode"):
         ours = figures(exact, logits[name])
-        peer = figures(exact, llama_cpp_logits(path, ids, batch))
+        peer = peers.figures(path, ids, exact, name)
         checks = criteria(ours, peer)
         for check in checks:
             print(f"{path.stem}, {name} | {check.row()}", flush=True)
@@ -155,19 +183,25 @@ def command(arguments: Mapping[str, str | None]) -> str:
         words += [Path(arguments["MODEL"]).name, f"--text={Path(arguments['--text']).name}"]
     else:
         words.append("--random")
-    flags = ("--device", "--tokens", "--threads", "--name")
+    flags = ("--device", "--tokens", "--threads", "--name", "--peer")
     return " ".join(words + [f"{flag}={arguments[flag]}" for flag in flags if arguments[flag]])
 
 
 def store(name: str, device: str, command: str, tokens: int, results: Mapping[str, Result]) -> None:
     """Write the figures with all that they depend on."""
+    peer_packages = () if "--peer" in command else ("llama_cpp_python",)
     write_result(
         f"judge_{name}",
         "how far a device and llama.cpp are from the float32 forward, and the criteria: KL in "
         "nats, agreement of the best token, median over rows of |logits - float32| / |float32|",
         command,
-        {"device": device, "cpu_path": PATH.value, "tokens": tokens, "models": results},
-        ("numpy", "numba", "llvmlite", "llama_cpp_python"),
+        {
+            "device": device_name(device),
+            "cpu_path": PATH.value,
+            "tokens": tokens,
+            "models": results,
+        },
+        ("numpy", "numba", "llvmlite", *peer_packages),
     )
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
 from docopt import docopt
@@ -89,6 +88,8 @@ def store(name: str, model: str, source: str, options: str, tokens: int, rows: R
 
 def llama_cpp_logits(path: Path, ids: npt.NDArray[np.int64], batch: int) -> Floats:
     """Return the logits (tokens, vocab) of llama.cpp, reading `batch` tokens at a time."""
+    import llama_cpp  # here, because its figures may also come from a file (judge.py)
+
     model = llama_cpp.Llama(
         str(path), n_ctx=len(ids), n_batch=PROMPT_BATCH, logits_all=True, verbose=False
     )

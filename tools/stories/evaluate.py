@@ -20,6 +20,7 @@ A story is read alone, from its first token; every further token counts, the end
 from __future__ import annotations
 
 import math
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -73,7 +74,8 @@ def main() -> None:
         "stories",
         "perplexity a token of stories that were not trained on; use of experts on held-out "
         "stories, shares of routes; hit rates of stories that are written, of the routers' choices",
-        "python tools/stories/evaluate.py " + " ".join(Path(a).name for a in sys.argv[1:]),
+        "python tools/stories/evaluate.py "
+        + " ".join(re.sub("[^=]*/", "", word) for word in sys.argv[1:]),  # without folders
         {
             "model": model.name,
             "stories": len(held_out),

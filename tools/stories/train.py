@@ -14,7 +14,7 @@ Options:
   --steps=N         stop after this many steps, whatever the time
   --batch=N         sequences of 512 tokens in a step [default: 128]
   --rate=R          highest learning rate [default: 0.003]
-  --balance=B       weight of the load-balancing loss [default: 0.01]
+  --balance=B       weight of the load-balancing loss [default: 0.001]
   --device=NAME     [default: cuda]
   --seed=N          [default: 1]
 

@@ -20,6 +20,7 @@ split of the outputs:
     linear.py, experts.py    products; matrices.py chooses the function for a type
     window.py        products with few rows          prompt.py   products with many
     plain.py         products with F32, F16, BF16    activations.py   quantising rows
+                                                     (../quantised_rows.py: their layout)
     weights.py, grids.py    what a sub-block of each type is, in registers
     steps.py, products.py   the parts that matrix kernels share
 

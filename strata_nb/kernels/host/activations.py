@@ -1,19 +1,4 @@
-"""Quantise activations to bytes: what a product with packed weights reads.
-
-Each 32 values of a row share a float32 scale, their largest magnitude over 127. A quantised row is
-one run of memory (`row_bytes`), S sub-blocks of 32 values each:
-
-    32 * S bytes    the quants, int8, -127 .. 127
-     4 * S bytes    the scales, float32
-     4 * S bytes    the sum of the quants of each sub-block, int32
-     8 * S bytes    the sums of its two halves, int32
-
-The sums take a constant out of a product: sum((w - c) * x) = sum(w * x) - c * sum(x).
-
-A sub-block with a value that is not finite gets the scale NaN and quants 0, so that every product
-with it shows the fault. Rounding is to nearest, ties to even. A sub-block depends on its own 32
-values alone: rows may be cut anywhere between sub-blocks.
-"""
+"""Quantise activations to bytes: rows as `kernels/quantised_rows.py` lays them out."""
 
 from __future__ import annotations
 
@@ -38,12 +23,17 @@ from strata_nb.kernels.host.vectors import (
     shuffler,
     truncated,
 )
+from strata_nb.kernels.quantised_rows import (
+    HALF_SUMS,
+    SCALES,
+    SMALLEST,
+    SUB_BLOCK_BYTES,
+    SUMS,
+)
 from strata_nb.packing import SUB_BLOCK
 from strata_nb.raw_memory import load_i64, store
 
-SUB_BLOCK_BYTES = SUB_BLOCK + 16  # of a quantised row, for each sub-block of it
-
-_SMALLEST = np.float32(2.0**-100)  # below it 127 / magnitude overflows; the values count as 0
+_SMALLEST = np.float32(SMALLEST)
 _INFINITY = np.float32(np.inf)
 _MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
 _HALF_BYTES = SUB_BLOCK // 2 * 4  # of float32
@@ -58,11 +48,6 @@ _lower_4 = shuffler([0, 1, 2, 3, 8, 9, 10, 11])
 _upper_4 = shuffler([4, 5, 6, 7, 12, 13, 14, 15])
 _lower_2, _upper_2 = shuffler([0, 1, 4, 5]), shuffler([2, 3, 6, 7])
 _lower_1, _upper_1 = shuffler([0, 2]), shuffler([1, 3])
-
-
-def row_bytes(values: int) -> int:
-    """Return the bytes of a quantised row."""
-    return values // SUB_BLOCK * SUB_BLOCK_BYTES
 
 
 @inlined
@@ -94,9 +79,9 @@ def quantise_sub_block(
     sub_blocks   how many it has
     """
     quants = target_row + SUB_BLOCK * number
-    scales = target_row + SUB_BLOCK * sub_blocks
-    sums = scales + 4 * sub_blocks
-    halves = scales + 8 * sub_blocks
+    scales = target_row + SCALES * sub_blocks
+    sums = target_row + SUMS * sub_blocks
+    halves = target_row + HALF_SUMS * sub_blocks
     magnitude = _largest_magnitude(first, second)
     scale, inverse = np.float32(0), np.float32(0)
     if not magnitude < _INFINITY:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from strata_nb.formats import TensorType, tensor_bytes
 from strata_nb.kernels.host import activations, plain, prompt, window
 from strata_nb.kernels.host.matrices import MANY_ROWS, takes_packed
+from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
 Bytes = NDArray[np.uint8]
@@ -21,7 +22,7 @@ Floats = NDArray[np.float32]
 
 
 class Activations(NamedTuple):
-    """Quantised rows: `data` is uint8 (rows, bytes), as `activations.py` lays them out."""
+    """Quantised rows: `data` is uint8 (rows, bytes), as `quantised_rows.py` lays them out."""
 
     data: Bytes
     values: int
@@ -42,7 +43,7 @@ def quantise(x: Floats) -> Activations:
         raise ValueError(
             f"rows {x.shape} of {x.dtype} are not contiguous float32 in sub-blocks of {SUB_BLOCK}"
         )
-    data = np.empty((rows, activations.row_bytes(values)), np.uint8)
+    data = np.empty((rows, row_bytes(values)), np.uint8)
     activations.quantise_rows(x.ctypes.data, data.ctypes.data, values, 0, rows)
     return Activations(data, values)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from strata_nb.compiling import compiled
 from strata_nb.formats import TensorType
-from strata_nb.kernels.host.activations import SUB_BLOCK_BYTES
 from strata_nb.kernels.host.gating import gate_sub_blocks, gate_values
 from strata_nb.kernels.host.matrices import (
     OUTPUTS_AT_ONCE,
@@ -19,6 +18,7 @@ from strata_nb.kernels.host.matrices import (
 from strata_nb.kernels.host.operations import SIGNATURE, HostKernel, Work, share, word
 from strata_nb.kernels.host.products import load_some, store_some
 from strata_nb.kernels.host.vectors import all_lanes, no_floats
+from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import SUB_BLOCK
 from strata_nb.raw_memory import load_f32, load_i64
 

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from strata_nb.compiling import compiled, inlined
-from strata_nb.kernels.host.activations import SUB_BLOCK_BYTES, quantise_sub_block
+from strata_nb.kernels.host.activations import quantise_sub_block
 from strata_nb.kernels.host.exponential import sigmoid
 from strata_nb.kernels.host.operations import SIGNATURE, HostKernel, share, word
 from strata_nb.kernels.host.products import load_some, store_some
 from strata_nb.kernels.host.vectors import all_lanes, load_floats, no_floats
+from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import SUB_BLOCK
 from strata_nb.raw_memory import load_f32, load_i64, store
 

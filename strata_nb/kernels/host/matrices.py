@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from strata_nb.compiling import inlined
 from strata_nb.formats import TensorType
-from strata_nb.kernels.host import activations, plain, prompt, window
+from strata_nb.kernels.host import plain, prompt, window
 from strata_nb.kernels.host.operations import Function
+from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.packing import SUB_BLOCK, UNPACKED
 from strata_nb.raw_memory import call_address
 
@@ -49,7 +50,7 @@ def takes_packed(kind: TensorType) -> bool:
 
 def input_row_bytes(kind: TensorType, values: int) -> int:
     """Return the bytes of a row of what products with a type take."""
-    return activations.row_bytes(values) if takes_packed(kind) else 4 * values
+    return row_bytes(values) if takes_packed(kind) else 4 * values
 
 
 def work_bytes(kind: TensorType, values: int) -> int:

@@ -34,6 +34,7 @@ from strata_nb.kernels.host.vectors import (
     shuffler,
 )
 from strata_nb.kernels.host.weights import Arithmetic
+from strata_nb.kernels.quantised_rows import HALF_SUMS, SCALES, SUMS
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 from strata_nb.raw_memory import store
 
@@ -176,7 +177,7 @@ def accumulator(kind: Arithmetic, *, lone: bool) -> Callable[..., Any]:
     two_integers = _lone_integer if lone else repeat_two_integers
     two_floats = (_lone_float if lone else repeat_two_floats) if whole else repeat_one_float
     scale_stride = 8 if whole else 4
-    sums_start = 36 if whole else 40  # times the sub-blocks: where the sums of units begin
+    sums_start = SUMS if whole else HALF_SUMS
 
     @inlined
     def products(quants: Any, x: int, step: int) -> Any:
@@ -201,7 +202,7 @@ def accumulator(kind: Arithmetic, *, lone: bool) -> Callable[..., Any]:
         total: Any, quants: Any, scale: Any, minimum: Any, x: int, sub_blocks: int, step: int
     ) -> Any:
         found = products(quants, x, step)
-        factor = two_floats(x + 32 * sub_blocks + scale_stride * step)
+        factor = two_floats(x + SCALES * sub_blocks + scale_stride * step)
         if has_bias or has_minima:
             sums = two_integers(x + sums_start * sub_blocks + 8 * step)
             if has_bias:

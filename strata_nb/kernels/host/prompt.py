@@ -20,7 +20,6 @@ from typing import Any
 
 from strata_nb.compiling import compiled, helper, inlined
 from strata_nb.formats import TensorType, block_layout, row_bytes
-from strata_nb.kernels.host.activations import SUB_BLOCK_BYTES
 from strata_nb.kernels.host.generated import define, fill_in
 from strata_nb.kernels.host.instructions import dot_narrow, dot_wide
 from strata_nb.kernels.host.lanes import load_first
@@ -48,6 +47,7 @@ from strata_nb.kernels.host.vectors import (
     shuffler,
 )
 from strata_nb.kernels.host.weights import Arithmetic
+from strata_nb.kernels.quantised_rows import HALF_SUMS, SCALES, SUB_BLOCK_BYTES, SUMS
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 from strata_nb.raw_memory import store
 
@@ -187,14 +187,15 @@ def _adder(arithmetic: Arithmetic) -> Callable[..., Any]:
     """Return a function that adds the product of a unit to its sum, scaled."""
     halves = arithmetic.unit != SUB_BLOCK
     shift = arithmetic.bias or 0
+    sums_start = HALF_SUMS if halves else SUMS
     has_bias, has_minima = arithmetic.bias is not None, arithmetic.has_minima
 
     @inlined
     def add(
         total: Any, found: Any, scale: Any, minimum: Any, x: int, sub_blocks: int, unit: int
     ) -> Any:
-        factor = repeat_one_float(x + 32 * sub_blocks + 4 * (unit >> 1 if halves else unit))
-        sums = _repeat_integer(x + (40 if halves else 36) * sub_blocks + 4 * unit)
+        factor = repeat_one_float(x + SCALES * sub_blocks + 4 * (unit >> 1 if halves else unit))
+        sums = _repeat_integer(x + sums_start * sub_blocks + 4 * unit)
         if has_bias:
             found = found - (sums << shift)
         total = fused(floats_of(found), scale * factor, total)

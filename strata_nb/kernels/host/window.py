@@ -12,11 +12,11 @@ from typing import Any
 
 from strata_nb.compiling import compiled, helper
 from strata_nb.formats import TensorType, block_layout
-from strata_nb.kernels.host.activations import SUB_BLOCK_BYTES
 from strata_nb.kernels.host.generated import define, fill_in
 from strata_nb.kernels.host.products import accumulator, finish
 from strata_nb.kernels.host.steps import SIGNATURE, host_weights, steps_of, widener
 from strata_nb.kernels.host.vectors import no_floats
+from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
 ROWS_AT_ONCE = 4
@@ -45,7 +45,7 @@ def window_kernel(kind: TensorType) -> Callable[..., None]:
     (weights, activations, y, rows, sub_blocks, outputs, first, last, adds, work)
 
     weights       address of the packed tensor (outputs, 32 * sub_blocks)
-    activations   address of `rows` quantised rows (`activations.py`)
+    activations   address of `rows` quantised rows (`quantised_rows.py`)
     y             address of float32 (rows, outputs)
     first, last   outputs to compute; first is a multiple of 8, and last too or it is `outputs`
     adds          1: results are added to what is in y, 0: they replace it

@@ -1,0 +1,261 @@
+"""Run programs on a graphics card: one captured graph for each number of rows.
+
+    prepare   load the kernels; for 1 to 8 rows capture the program's launches as a graph
+    run       send what the host changed, launch the graph; nothing waits
+    wait      bring back what programs count
+
+Graphs are captured once. What changes under them lies in memory that they name: the step's record
+and the tables. The host has these tables too and changes its own copies; the card's are written
+before a run. Everything is work of one stream, so a run sees what was sent before it.
+
+    host     record, tables --pinned staging--> card     before a run
+    card     counts, logits --pinned staging--> host     when they are asked for
+
+Rejected: tables in pinned memory that kernels read over the link (a kernel that looks up an address
+waits a microsecond or two for it, at every layer).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_nb.addresses import memory_view
+from strata_nb.execution import Driver, ProgramDriver
+from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
+from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.program import Launch, Program
+from strata_nb.kernels.quantised_rows import row_bytes
+from strata_nb.progress import Progress
+from strata_nb.tracing import Recorder, RecordingDriver
+
+MOST_ROWS = 8  # of a step; a longer prompt is a chain of steps
+STAGING_BYTES = 4 << 20  # of pinned memory, each way
+USUAL_SHARED_BYTES = 48 << 10  # that a block gets without being asked
+OUTSIDE_BYTES = 256 << 20  # for page tables, modules, graphs and tables
+RESERVE_BYTES = 700 << 20  # for whoever draws the screen
+
+Say = Callable[[str], object]
+
+
+class CardDriver(Driver, ProgramDriver, Protocol):
+    """Move memory and run kernels."""
+
+
+class Machine(Protocol):
+    """Hold a kernel's machine code: `entry` is its name in `image`."""
+
+    @property
+    def entry(self) -> str: ...
+
+    @property
+    def image(self) -> bytes: ...
+
+
+Wanted = tuple[GpuKernel, Sequence[str]]  # a kernel, and the kinds of its arguments
+Compile = Callable[[Sequence[Wanted], Progress | None, Say], Mapping[str, Machine]]
+"""Return machine code by names of kernels."""
+
+
+class _Shared(NamedTuple):
+    """Hold a table of the host, where the card has it, and whether programs write it."""
+
+    table: NDArray[Any]
+    address: int
+    is_written: bool
+
+
+class CardProgram:
+    """Hold the graphs of a program, by the number of rows."""
+
+    def __init__(self, graphs: Mapping[int, int]) -> None:
+        self.graphs = graphs
+
+
+class CardBackend:
+    """Run programs on one card.
+
+    text       what the device is called
+    driver     of the card, already open; closed by `close`
+    compiler   makes machine code for this card
+    recorder   writes down what the driver is asked; it stays the caller's
+    """
+
+    has_slots, of_host, most_rows = True, False, MOST_ROWS
+    outside_bytes, reserve_bytes = OUTSIDE_BYTES, RESERVE_BYTES
+
+    def __init__(
+        self,
+        text: str,
+        driver: CardDriver,
+        device: int,
+        compiler: Compile,
+        threads: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.name, self.device, self.threads = text, device, threads
+        self.warnings: list[str] = []
+        self._card = driver
+        self._compiler = compiler
+        self._machine: dict[str, Machine] = {}
+        self._functions: dict[str, int] = {}
+        self._shared: list[_Shared] = []
+        self._is_sent = False  # whether the card's tables are as the host's
+        self._resources = ExitStack()
+        self._resources.callback(driver.close)
+        self.driver: Driver = driver
+        try:
+            if recorder is not None:
+                recorder.begin(text, driver)
+                self.driver = RecordingDriver(driver, recorder)
+            driver.mem_info(device)  # makes the context
+            self._stream = driver.stream_create(device)
+            self._resources.callback(driver.stream_destroy, self._stream)
+            self._staging = _Staging(driver, self._stream)
+            self._resources.callback(self._staging.close)
+        except BaseException:
+            self._resources.close()
+            raise
+
+    def packed_row_bytes(self, values: int) -> int:
+        return row_bytes(values)
+
+    # Programs.
+
+    def compile(self, programs: Sequence[Program], progress: Progress | None, say: Say) -> None:
+        wanted: dict[str, Wanted] = {}
+        for program in programs:
+            for one in program:
+                kernel = gpu_kernel(one)
+                if kernel is not None and kernel.name not in self._machine:
+                    wanted[kernel.name] = (kernel, argument_kinds(one))
+        self._machine.update(self._compiler(list(wanted.values()), progress, say))
+
+    def prepare(self, programs: Sequence[Program]) -> list[CardProgram]:
+        self.compile(programs, None, lambda _: None)
+        return [self._prepare(program) for program in programs]
+
+    def _prepare(self, program: Program) -> CardProgram:
+        graphs: dict[int, int] = {}
+        launches = [(one, kernel) for one in program if (kernel := gpu_kernel(one)) is not None]
+        for one, kernel in launches:
+            self._load(kernel, kernel.shared_bytes(arguments_of(one)))
+        for rows in range(1, MOST_ROWS + 1):
+            self._card.capture_begin(self._stream)
+            try:
+                for one, kernel in launches:
+                    self._launch(one, kernel, rows)
+            finally:
+                graph = self._card.capture_end(self._stream)
+            graphs[rows] = self._card.graph_instantiate(graph, self.device)
+            self._resources.callback(self._card.executable_destroy, graphs[rows])
+            self._card.graph_destroy(graph)
+        return CardProgram(graphs)
+
+    def _load(self, kernel: GpuKernel, shared_bytes: int) -> None:
+        """Load a kernel, unless it is loaded, and let it have so much shared memory."""
+        if kernel.name not in self._functions:
+            machine = self._machine[kernel.name]
+            module = self._card.load_module(self.device, machine.image)
+            self._resources.callback(self._card.unload_module, module)
+            self._functions[kernel.name] = self._card.function(module, machine.entry)
+        if shared_bytes > USUAL_SHARED_BYTES:
+            self._card.set_dynamic_shared_bytes(self._functions[kernel.name], shared_bytes)
+
+    def _launch(self, one: Launch, kernel: GpuKernel, rows: int) -> None:
+        arguments = arguments_of(one)
+        self._card.launch(
+            self._functions[kernel.name],
+            kernel.grid(arguments, rows),
+            (kernel.threads, 1, 1),
+            kernel.shared_bytes(arguments),
+            self._stream,
+            packed_arguments(one),
+        )
+
+    def run(self, program: CardProgram, rows: int, first: int = 0, last: int | None = None) -> None:
+        if first or last is not None:
+            raise AssertionError("a card runs programs as a whole")
+        if not self._is_sent:
+            for one in self._shared:
+                self._staging.send(one.address, one.table)
+            self._is_sent = True
+        self._card.graph_launch(program.graphs[rows], self._stream)
+
+    def wait(self) -> None:
+        self._card.stream_synchronize(self._stream)
+        for one in self._shared:
+            if one.is_written:
+                self._staging.fetch(one.address, one.table)
+        self._is_sent = False
+
+    # What host and card exchange.
+
+    def share(self, table: NDArray[Any], *, is_written: bool = False) -> int:
+        address: int = self._card.allocate(max(1, table.nbytes), self.device)
+        self._resources.callback(self._card.free, address)
+        self._shared.append(_Shared(table, address, is_written))
+        return address
+
+    def send(self, address: int, array: NDArray[Any]) -> None:
+        self._staging.send(address, array)
+
+    def fetch(self, address: int, array: NDArray[Any]) -> None:
+        self._staging.fetch(address, array)
+
+    def close(self) -> None:
+        self._resources.close()
+        self._shared.clear()
+
+
+class _Staging:
+    """Copy arrays through pinned memory, so that a copy neither waits nor reads the array late."""
+
+    def __init__(self, driver: CardDriver, stream: int) -> None:
+        self._driver, self._stream = driver, stream
+        self._address = driver.allocate_host(2 * STAGING_BYTES)
+        self._used = 0
+
+    def send(self, address: int, array: NDArray[Any]) -> None:
+        """Begin to copy an array to the card; a part of the staging is not used again before a
+        wait."""
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for start in range(0, len(data), STAGING_BYTES):
+            part = data[start : start + STAGING_BYTES]
+            if self._used + len(part) > STAGING_BYTES:
+                self._driver.stream_synchronize(self._stream)
+                self._used = 0
+            place = self._address + self._used
+            memory_view(place, len(part))[:] = part
+            self._driver.copy_async(address + start, place, len(part), self._stream)
+            self._used += -(-len(part) // 64) * 64
+
+    def fetch(self, address: int, array: NDArray[Any]) -> None:
+        """Copy to an array what the card has, after all work that was given before."""
+        data = array.reshape(-1).view(np.uint8)
+        place = self._address + STAGING_BYTES
+        for start in range(0, len(data), STAGING_BYTES):
+            part = data[start : start + STAGING_BYTES]
+            self._driver.copy_async(place, address + start, len(part), self._stream)
+            self._driver.stream_synchronize(self._stream)
+            part[:] = memory_view(place, len(part))
+        self._used = 0
+
+    def close(self) -> None:
+        self._driver.free_host(self._address)
+
+
+def packed_arguments(one: Launch) -> bytes:
+    """Return the arguments of a launch as a kernel reads them: int64 and float32, as C has them."""
+    kinds = argument_kinds(one)
+    layout = "@" + "".join("f" if kind == "float" else "q" for kind in kinds)
+    values = [
+        float(np.uint32(word).view(np.float32)) if kind == "float" else word
+        for word, kind in zip(one.arguments, kinds, strict=True)
+    ]
+    return struct.pack(layout, *values)

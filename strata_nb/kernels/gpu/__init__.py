@@ -1,0 +1,14 @@
+"""The kernels of the table for graphics cards, written once for NVIDIA and AMD.
+
+intrinsics.py   the instructions that Python lacks, by name
+compile.py      Numba makes machine code of a kernel: the only importer of numba.cuda
+
+weights.py, grids.py, floats.py              what a lane reads of each type of weights
+products.py                                  quantised rows times packed weights
+linear.py, embedding.py                      whole rows times a weight, rows of a table
+
+normalising.py, activations.py, gating.py    norms, quantising, gates of rows
+routing.py                                   the router's choice, and rows sorted by expert
+experts.py                                   the chosen experts of all rows
+exponential.py                               exp, sigmoid and silu
+"""

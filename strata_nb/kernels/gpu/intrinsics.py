@@ -1,0 +1,566 @@
+"""Name every instruction that a GPU kernel uses and Python lacks.
+
+Kernels are plain Python functions over 64-bit addresses and these names; they import neither Numba
+nor a vendor. Who gives the names a meaning:
+
+    compile.py                   emits LLVM code, one body for NVIDIA and one for AMD
+    tests/gpu_simulator.py       runs a kernel lane by lane, in Python
+
+so that a kernel is written once. A name stands for one body on both vendors where LLVM has a word
+for it (loads, conversions); where it has none, `ptx` holds the instruction for NVIDIA and `amdgpu`
+the code for AMD. A warp has 32 lanes everywhere.
+
+Types of the signatures: i32, i64, f32, and tuples of them. Integers are signed.
+
+Shared memory is one block of bytes, as many as the launch asks for; `shared_...` take offsets into
+it, not addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+WARP = 32
+
+Emit = Callable[[Any, list[Any]], Any]
+"""Emit LLVM code with a builder for arguments, and return the result (None for a void one)."""
+
+
+class Intrinsic:
+    """Hold a name, its signature and what it becomes; kernels call it.
+
+    result      type of the result: "i32", "f32", "4xi32" for a tuple of four, "void"
+    arguments   types of the arguments
+    body        emits code that both vendors' LLVM understands; None where the two differ
+    ptx         for NVIDIA: instruction and constraints of an inline assembly, or emits code
+    amdgpu      for AMD: emits code
+    """
+
+    def __init__(
+        self,
+        name: str,
+        signature: str,
+        *,
+        body: Emit | None = None,
+        ptx: tuple[str, str] | Emit | None = None,
+        amdgpu: Emit | None = None,
+        orders: bool = False,
+    ) -> None:
+        """`orders`: other work on memory must not move across it, nor two of it be merged."""
+        self.name = name
+        result, _, rest = signature.partition("(")
+        self.result = result
+        self.arguments = tuple(part.strip() for part in rest.rstrip(")").split(",") if part.strip())
+        self.body, self.ptx, self.amdgpu, self.orders = body, ptx, amdgpu, orders
+
+    def __repr__(self) -> str:
+        return f"{self.result} {self.name}({', '.join(self.arguments)})"
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Exist for those who read types: only a compiled or simulated kernel can call it."""
+        raise TypeError(f"{self!r} has a meaning in kernels only, called with {arguments}")
+
+
+def _ir() -> Any:
+    from llvmlite import ir  # not before something is compiled
+
+    return ir
+
+
+def llvm_type(name: str) -> Any:
+    """Return the LLVM type of a type name."""
+    ir = _ir()
+    if name == "void":
+        return ir.VoidType()
+    if "x" in name:
+        count, _, element = name.partition("x")
+        return ir.LiteralStructType([llvm_type(element)] * int(count))
+    floats = {"f32": ir.FloatType(), "f64": ir.DoubleType()}
+    return floats[name] if name in floats else ir.IntType(int(name[1:]))
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+_GLOBAL, _SHARED = 1, 3  # address spaces, the same on both vendors
+SHARED_NAME = "strata_shared"
+
+
+def _global(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, kind.as_pointer(_GLOBAL))
+
+
+def _shared(builder: Any, offset: Any, kind: Any) -> Any:
+    ir = _ir()
+    module = builder.module
+    block = module.globals.get(SHARED_NAME)
+    if block is None:
+        block = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), 0), SHARED_NAME, _SHARED)
+        block.linkage = "external"
+        block.align = 16
+    # In 64 bits: constants of an offset become part of the instructions that use it.
+    place = builder.gep(block, [ir.Constant(ir.IntType(64), 0), offset], inbounds=True)
+    return builder.bitcast(place, kind.as_pointer(_SHARED))
+
+
+def _widened(builder: Any, value: Any, stored: str, result: str, *, signed: bool) -> Any:
+    if stored == result:
+        return value
+    target = llvm_type(result)
+    return builder.sext(value, target) if signed else builder.zext(value, target)
+
+
+def _load(
+    stored: str, result: str, place: Callable[..., Any], *, signed: bool, constant: bool
+) -> Emit:
+    """Return what loads one value; `constant`: nothing writes it while the kernel runs."""
+
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        kind = llvm_type(stored)
+        align = (32 if stored == "f32" else int(stored[1:])) // 8
+        value = builder.load(place(builder, arguments[0], kind), align=align)
+        if constant:
+            value.set_metadata("invariant.load", builder.module.add_metadata([]))
+        return _widened(builder, value, stored, result, signed=signed)
+
+    return emit
+
+
+def _load_vector(count: int, element: str, place: Callable[..., Any], *, constant: bool) -> Emit:
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        ir = _ir()
+        vector = ir.VectorType(llvm_type(element), count)
+        value = builder.load(place(builder, arguments[0], vector), align=4 * count)
+        if constant:
+            value.set_metadata("invariant.load", builder.module.add_metadata([]))
+        lanes = [
+            builder.extract_element(value, ir.Constant(ir.IntType(32), n)) for n in range(count)
+        ]
+        found = ir.Constant(llvm_type(f"{count}x{element}"), ir.Undefined)
+        for number, lane in enumerate(lanes):
+            found = builder.insert_value(found, lane, number)
+        return found
+
+    return emit
+
+
+def _store(stored: str, place: Callable[..., Any]) -> Emit:
+    def emit(builder: Any, arguments: list[Any]) -> None:
+        kind = llvm_type(stored)
+        value = arguments[1]
+        if value.type != kind:
+            value = builder.trunc(value, kind)
+        align = (32 if stored == "f32" else int(stored[1:])) // 8
+        builder.store(value, place(builder, arguments[0], kind), align=align)
+
+    return emit
+
+
+# Of memory that a kernel may also write. Addresses are multiples of the size.
+load_f32 = Intrinsic(
+    "load_f32", "f32(i64)", body=_load("f32", "f32", _global, signed=True, constant=False)
+)
+load_i64 = Intrinsic(
+    "load_i64", "i64(i64)", body=_load("i64", "i64", _global, signed=True, constant=False)
+)
+load_i32 = Intrinsic(
+    "load_i32", "i32(i64)", body=_load("i32", "i32", _global, signed=True, constant=False)
+)
+load_u16 = Intrinsic(
+    "load_u16", "i32(i64)", body=_load("i16", "i32", _global, signed=False, constant=False)
+)
+load_i8 = Intrinsic(
+    "load_i8", "i32(i64)", body=_load("i8", "i32", _global, signed=True, constant=False)
+)
+load_u8 = Intrinsic(
+    "load_u8", "i32(i64)", body=_load("i8", "i32", _global, signed=False, constant=False)
+)
+load_4xi32 = Intrinsic(
+    "load_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", _global, constant=False)
+)
+load_2xi32 = Intrinsic(
+    "load_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", _global, constant=False)
+)
+load_4xf32 = Intrinsic(
+    "load_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _global, constant=False)
+)
+
+# Of memory that nothing writes while the kernel runs, such as weights and tables.
+fetch_f32 = Intrinsic(
+    "fetch_f32", "f32(i64)", body=_load("f32", "f32", _global, signed=True, constant=True)
+)
+fetch_i32 = Intrinsic(
+    "fetch_i32", "i32(i64)", body=_load("i32", "i32", _global, signed=True, constant=True)
+)
+fetch_u16 = Intrinsic(
+    "fetch_u16", "i32(i64)", body=_load("i16", "i32", _global, signed=False, constant=True)
+)
+fetch_u8 = Intrinsic(
+    "fetch_u8", "i32(i64)", body=_load("i8", "i32", _global, signed=False, constant=True)
+)
+fetch_2xi32 = Intrinsic(
+    "fetch_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", _global, constant=True)
+)
+fetch_4xi32 = Intrinsic(
+    "fetch_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", _global, constant=True)
+)
+fetch_4xf32 = Intrinsic(
+    "fetch_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _global, constant=True)
+)
+
+store_f32 = Intrinsic("store_f32", "void(i64, f32)", body=_store("f32", _global), orders=True)
+store_i64 = Intrinsic("store_i64", "void(i64, i64)", body=_store("i64", _global), orders=True)
+store_i32 = Intrinsic("store_i32", "void(i64, i32)", body=_store("i32", _global), orders=True)
+store_i16 = Intrinsic("store_i16", "void(i64, i32)", body=_store("i16", _global), orders=True)
+store_i8 = Intrinsic("store_i8", "void(i64, i32)", body=_store("i8", _global), orders=True)
+
+shared_load_f32 = Intrinsic(
+    "shared_load_f32", "f32(i64)", body=_load("f32", "f32", _shared, signed=True, constant=False)
+)
+shared_load_i32 = Intrinsic(
+    "shared_load_i32", "i32(i64)", body=_load("i32", "i32", _shared, signed=True, constant=False)
+)
+shared_load_i64 = Intrinsic(
+    "shared_load_i64", "i64(i64)", body=_load("i64", "i64", _shared, signed=True, constant=False)
+)
+shared_store_f32 = Intrinsic(
+    "shared_store_f32", "void(i64, f32)", body=_store("f32", _shared), orders=True
+)
+shared_store_i32 = Intrinsic(
+    "shared_store_i32", "void(i64, i32)", body=_store("i32", _shared), orders=True
+)
+shared_store_i64 = Intrinsic(
+    "shared_store_i64", "void(i64, i64)", body=_store("i64", _shared), orders=True
+)
+
+
+class ConstantTable(Intrinsic):
+    """A table of 32-bit words that is part of a kernel's code: called with an index, a word.
+
+    words   int32, signed, as a tuple
+    """
+
+    def __init__(self, name: str, words: tuple[int, ...]) -> None:
+        self.words = words
+        super().__init__(name, "i32(i64)", body=self._emit)
+
+    def _emit(self, builder: Any, arguments: list[Any]) -> Any:
+        ir = _ir()
+        word, module = ir.IntType(32), builder.module
+        name = f"strata_table_{self.name}"
+        table = module.globals.get(name)
+        if table is None:
+            kind = ir.ArrayType(word, len(self.words))
+            table = ir.GlobalVariable(module, kind, name, _GLOBAL)
+            table.initializer = ir.Constant(kind, [ir.Constant(word, one) for one in self.words])
+            table.global_constant, table.linkage, table.align = True, "internal", 16
+        place = builder.gep(table, [ir.Constant(ir.IntType(64), 0), arguments[0]], inbounds=True)
+        return builder.load(place, align=4)
+
+
+# -- who a lane is ---------------------------------------------------------------------------------
+
+
+def _call(name: str, signature: str) -> Emit:
+    """Return what calls a function of LLVM by its name."""
+    result, _, rest = signature.partition("(")
+    kinds = [part.strip() for part in rest.rstrip(")").split(",") if part.strip()]
+
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        ir = _ir()
+        kind = ir.FunctionType(llvm_type(result), [llvm_type(one) for one in kinds])
+        found = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        return builder.call(found, arguments)
+
+    return emit
+
+
+thread_index = Intrinsic(
+    "thread_index",
+    "i32()",
+    ptx=_call("llvm.nvvm.read.ptx.sreg.tid.x", "i32()"),
+    amdgpu=_call("llvm.amdgcn.workitem.id.x", "i32()"),
+)
+block_x = Intrinsic(
+    "block_x",
+    "i32()",
+    ptx=_call("llvm.nvvm.read.ptx.sreg.ctaid.x", "i32()"),
+    amdgpu=_call("llvm.amdgcn.workgroup.id.x", "i32()"),
+)
+block_y = Intrinsic(
+    "block_y",
+    "i32()",
+    ptx=_call("llvm.nvvm.read.ptx.sreg.ctaid.y", "i32()"),
+    amdgpu=_call("llvm.amdgcn.workgroup.id.y", "i32()"),
+)
+block_z = Intrinsic(
+    "block_z",
+    "i32()",
+    ptx=_call("llvm.nvvm.read.ptx.sreg.ctaid.z", "i32()"),
+    amdgpu=_call("llvm.amdgcn.workgroup.id.z", "i32()"),
+)
+
+
+# -- lanes together --------------------------------------------------------------------------------
+
+
+def _amd_barrier(builder: Any, _: list[Any]) -> None:
+    builder.fence("release", targetscope="workgroup")
+    _call("llvm.amdgcn.s.barrier", "void()")(builder, [])
+    builder.fence("acquire", targetscope="workgroup")
+
+
+# All threads of the block wait for each other, and see what the others wrote.
+barrier = Intrinsic(
+    "barrier",
+    "void()",
+    ptx=_call("llvm.nvvm.barrier0", "void()"),
+    amdgpu=_amd_barrier,
+    orders=True,
+)
+
+
+def _nvidia_shuffle(mode: int) -> Emit:
+    """Return a shuffle of a whole warp: mode 0 reads lane b, mode 3 lane (own ^ b)."""
+
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        ir = _ir()
+        i32 = ir.IntType(32)
+        value, other = arguments
+        floats = value.type == ir.FloatType()
+        bits = builder.bitcast(value, i32) if floats else value
+        kind = ir.FunctionType(ir.LiteralStructType([i32, ir.IntType(1)]), [i32] * 5)
+        name = "llvm.nvvm.shfl.sync.i32"
+        found = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        words = [ir.Constant(i32, -1), ir.Constant(i32, mode), bits, other, ir.Constant(i32, 31)]
+        moved = builder.extract_value(builder.call(found, words), 0)
+        return builder.bitcast(moved, value.type) if floats else moved
+
+    return emit
+
+
+def _amd_shuffle(mode: int) -> Emit:
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        ir = _ir()
+        i32 = ir.IntType(32)
+        value, other = arguments
+        floats = value.type == ir.FloatType()
+        bits = builder.bitcast(value, i32) if floats else value
+        low = _call("llvm.amdgcn.mbcnt.lo", "i32(i32, i32)")
+        high = _call("llvm.amdgcn.mbcnt.hi", "i32(i32, i32)")
+        all_lanes, zero = ir.Constant(i32, -1), ir.Constant(i32, 0)
+        lane = high(builder, [all_lanes, low(builder, [all_lanes, zero])])
+        within = builder.and_(lane, ir.Constant(i32, WARP - 1))
+        first = builder.sub(lane, within)  # of this warp: some cards run 64 lanes together
+        if mode == 3:
+            source = builder.xor(within, other)
+        else:
+            source = builder.and_(other, ir.Constant(i32, WARP - 1))
+        address = builder.shl(builder.add(first, source), ir.Constant(i32, 2))
+        moved = _call("llvm.amdgcn.ds.bpermute", "i32(i32, i32)")(builder, [address, bits])
+        return builder.bitcast(moved, value.type) if floats else moved
+
+    return emit
+
+
+# The value of the lane whose number is this one's xor the second argument. All 32 lanes take part.
+shuffle_xor_f32 = Intrinsic(
+    "shuffle_xor_f32", "f32(f32, i32)", ptx=_nvidia_shuffle(3), amdgpu=_amd_shuffle(3), orders=True
+)
+shuffle_xor_i32 = Intrinsic(
+    "shuffle_xor_i32", "i32(i32, i32)", ptx=_nvidia_shuffle(3), amdgpu=_amd_shuffle(3), orders=True
+)
+# The value of the lane that the second argument names. All 32 lanes take part.
+shuffle_f32 = Intrinsic(
+    "shuffle_f32", "f32(f32, i32)", ptx=_nvidia_shuffle(0), amdgpu=_amd_shuffle(0), orders=True
+)
+shuffle_i32 = Intrinsic(
+    "shuffle_i32", "i32(i32, i32)", ptx=_nvidia_shuffle(0), amdgpu=_amd_shuffle(0), orders=True
+)
+
+
+# -- arithmetic ------------------------------------------------------------------------------------
+
+
+def _amd_dp4a(builder: Any, arguments: list[Any]) -> Any:
+    """Multiply byte by byte in plain LLVM: a card with an instruction for it finds it itself."""
+    ir = _ir()
+    i32, i8 = ir.IntType(32), ir.IntType(8)
+    first, second, total = arguments
+    for number in range(4):
+        shift = ir.Constant(i32, 8 * number)
+        left = builder.sext(builder.trunc(builder.lshr(first, shift), i8), i32)
+        right = builder.sext(builder.trunc(builder.lshr(second, shift), i8), i32)
+        total = builder.add(total, builder.mul(left, right))
+    return total
+
+
+# c + the sum of the products of the four signed bytes of a and b.
+dp4a = Intrinsic(
+    "dp4a",
+    "i32(i32, i32, i32)",
+    ptx=("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r"),
+    amdgpu=_amd_dp4a,
+)
+
+
+def _levels(permute: str, emit: Callable[[Any, Any, list[Any]], tuple[Any, Any]]) -> Emit:
+    """Return what looks nibbles up by a vendor's instruction that permutes the bytes of two words.
+
+    emit   of the builder, the instruction and the arguments: the two results
+    """
+
+    def whole(builder: Any, arguments: list[Any]) -> Any:
+        ir = _ir()
+        call = _call(permute, "i32(i32, i32, i32)")
+        pair = ir.Constant(llvm_type("2xi32"), ir.Undefined)
+        found = emit(builder, lambda *words: call(builder, list(words)), arguments)
+        for number, one in enumerate(found):
+            pair = builder.insert_value(pair, one, number)
+        return pair
+
+    return whole
+
+
+def _nvidia_levels(builder: Any, permute: Any, arguments: list[Any]) -> tuple[Any, Any]:
+    """Four nibbles of a word select four bytes of eight; their highest bits then one of two.
+
+    The selector is the lower half of a word, and the highest bit of a nibble in it repeats the sign
+    of the byte instead: it is masked, and chooses between the lower and the upper eight levels.
+    """
+    ir = _ir()
+    word, a, b, c, d = arguments
+
+    def constant(value: int) -> Any:
+        return ir.Constant(ir.IntType(32), value)
+
+    below = builder.and_(word, constant(0x77777777))
+    above = builder.lshr(builder.and_(word, constant(0x88888888)), constant(1))
+    choice = builder.or_(above, constant(0x32103210))
+    halves = []
+    for shift in (constant(0), constant(16)):
+        selector = builder.lshr(below, shift)
+        lower, upper = permute(a, b, selector), permute(c, d, selector)
+        halves.append(permute(lower, upper, builder.lshr(choice, shift)))
+    return permute(*halves, constant(0x6420)), permute(*halves, constant(0x7531))
+
+
+def _amd_levels(builder: Any, permute: Any, arguments: list[Any]) -> tuple[Any, Any]:
+    """Each byte of a selector chooses one byte of eight; numbers count from the second word."""
+    ir = _ir()
+    word, a, b, c, d = arguments
+
+    def constant(value: int) -> Any:
+        return ir.Constant(ir.IntType(32), value)
+
+    found = []
+    for shift in (constant(0), constant(4)):
+        nibbles = builder.lshr(word, shift)
+        selector = builder.and_(nibbles, constant(0x07070707))
+        above = builder.lshr(builder.and_(nibbles, constant(0x08080808)), constant(1))
+        lower, upper = permute(b, a, selector), permute(d, c, selector)
+        found.append(permute(upper, lower, builder.or_(above, constant(0x03020100))))
+    return found[0], found[1]
+
+
+# Of sixteen bytes, given as four words, those that the low nibbles of a word number, and those that
+# its high nibbles number.
+levels_of = Intrinsic(
+    "levels_of",
+    "2xi32(i32, i32, i32, i32, i32)",
+    ptx=_levels("llvm.nvvm.prmt", _nvidia_levels),
+    amdgpu=_levels("llvm.amdgcn.perm", _amd_levels),
+)
+
+
+def _as(kind: str) -> Emit:
+    return lambda builder, arguments: builder.bitcast(arguments[0], llvm_type(kind))
+
+
+def _float_of_half(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    bits = builder.trunc(arguments[0], ir.IntType(16))
+    return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
+
+
+def _half_of_float(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    half = builder.fptrunc(arguments[0], ir.HalfType())
+    return builder.zext(builder.bitcast(half, ir.IntType(16)), ir.IntType(32))
+
+
+def _amd_nearest(builder: Any, arguments: list[Any]) -> Any:
+    rounded = _call("llvm.rint.f32", "f32(f32)")(builder, arguments)
+    return builder.fptosi(rounded, llvm_type("i32"))
+
+
+bits_of_f32 = Intrinsic("bits_of_f32", "i32(f32)", body=_as("i32"))
+f32_of_bits = Intrinsic("f32_of_bits", "f32(i32)", body=_as("f32"))
+# The lower 16 bits as a half, and the half nearest to a float (ties to even; beyond: infinity).
+f32_of_half = Intrinsic(
+    "f32_of_half",
+    "f32(i32)",
+    ptx=("{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.f32.f16 $0, h; }", "=f,r"),
+    amdgpu=_float_of_half,
+)
+half_of_f32 = Intrinsic(
+    "half_of_f32",
+    "i32(f32)",
+    ptx=("{ .reg .b16 h; cvt.rn.f16.f32 h, $1; cvt.u32.u16 $0, h; }", "=r,f"),
+    amdgpu=_half_of_float,
+)
+# The integer nearest to a float, ties to even; it must fit.
+nearest_i32 = Intrinsic(
+    "nearest_i32", "i32(f32)", ptx=("cvt.rni.s32.f32 $0, $1;", "=r,f"), amdgpu=_amd_nearest
+)
+# a * b + c, rounded once.
+fma = Intrinsic(
+    "fma",
+    "f32(f32, f32, f32)",
+    ptx=("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f"),
+    amdgpu=_call("llvm.fma.f32", "f32(f32, f32, f32)"),
+)
+# The larger of two floats, the other one where one is NaN. Python's max becomes a call of NVIDIA's.
+larger_f32 = Intrinsic(
+    "larger_f32",
+    "f32(f32, f32)",
+    ptx=("max.f32 $0, $1, $2;", "=f,f,f"),
+    amdgpu=_call("llvm.maxnum.f32", "f32(f32, f32)"),
+)
+# Correctly rounded.
+square_root = Intrinsic(
+    "square_root",
+    "f32(f32)",
+    ptx=("sqrt.rn.f32 $0, $1;", "=f,f"),
+    amdgpu=_call("llvm.sqrt.f32", "f32(f32)"),
+)
+
+
+def _convert(kind: str) -> Emit:
+    """Return a change of type within integers; a float becomes the integer towards zero."""
+
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        (value,) = arguments
+        target = llvm_type(kind)
+        if value.type.width < target.width:
+            return builder.sext(value, target)
+        return builder.trunc(value, target) if value.type.width > target.width else value
+
+    return emit
+
+
+# The lower 32 bits of an integer, as a signed one.
+i32 = Intrinsic("i32", "i32(i64)", body=_convert("i32"))
+i64 = Intrinsic("i64", "i64(i64)", body=_convert("i64"))
+# The float nearest to an integer.
+f32_of_i32 = Intrinsic(
+    "f32_of_i32",
+    "f32(i32)",
+    body=lambda builder, arguments: builder.sitofp(arguments[0], llvm_type("f32")),
+)
+# A float constant: Python's literals are of double precision.
+f32 = Intrinsic(
+    "f32",
+    "f32(f64)",
+    body=lambda builder, arguments: builder.fptrunc(arguments[0], llvm_type("f32")),
+)

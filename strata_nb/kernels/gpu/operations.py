@@ -1,0 +1,132 @@
+"""What a GPU kernel of the table is, and what kernels share.
+
+A kernel is a plain Python function of the table's arguments in their order: addresses and integers
+are i64, floats f32. It is launched on a grid that is fixed when a program is captured; the number
+of rows is read from memory, so blocks of rows that a step does not have leave at once.
+
+Loops are written with `while` and steps of their own: Numba counts a `range` with a variable step
+in twice as many instructions. Literals of floats are written f32(0.5): without it Python's double
+precision spreads, which cards for games do 64 times slower.
+
+Sums have a fixed order: lanes add what they have in order of its place, then `warp_sum`, then the
+warps of a block the same way (`block_sum`) or in ascending order. Nothing depends on how many rows
+a step has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from strata_nb.kernels.gpu.intrinsics import (
+    WARP,
+    barrier,
+    f32,
+    larger_f32,
+    shared_load_f32,
+    shared_store_f32,
+    shuffle_xor_f32,
+    shuffle_xor_i32,
+)
+
+Function = Callable[..., Any]
+Grid = tuple[int, int, int]
+Arguments = Mapping[str, int]  # of a launch, by the table's names
+
+MOST_REGISTERS = 128  # of a thread, unless a kernel says otherwise: 512 threads on every card
+
+
+def no_shared_bytes(_: Arguments) -> int:
+    """Say that a kernel needs no shared memory."""
+    return 0
+
+
+class GpuKernel(NamedTuple):
+    """Hold a kernel, and how it is launched.
+
+    name          unlike that of every other kernel, variants included; letters, digits and _
+    function      the kernel
+    threads       of a block, a multiple of 32
+    grid          of a launch's arguments and the most rows that it will see
+    shared_bytes  of a block, of a launch's arguments
+    registers     the most that a thread may take on any target
+    """
+
+    name: str
+    function: Function
+    threads: int
+    grid: Callable[[Arguments, int], Grid]
+    shared_bytes: Callable[[Arguments], int] = no_shared_bytes
+    registers: int = MOST_REGISTERS
+
+
+def blocks_of(count: int, each: int) -> int:
+    """Return how many blocks of `each` cover `count`."""
+    return -(-count // each)
+
+
+# -- in kernels ------------------------------------------------------------------------------------
+
+
+def warp_sum(x: Any) -> Any:
+    """Return the sum over a warp's lanes, the same in each: pairs 16 apart first, then 8, ..."""
+    x += shuffle_xor_f32(x, 16)
+    x += shuffle_xor_f32(x, 8)
+    x += shuffle_xor_f32(x, 4)
+    x += shuffle_xor_f32(x, 2)
+    x += shuffle_xor_f32(x, 1)
+    return x
+
+
+def warp_max(x: Any) -> Any:
+    """Return the largest of a warp's lanes, the same in each; no lane holds a NaN."""
+    x = larger_f32(x, shuffle_xor_f32(x, 16))
+    x = larger_f32(x, shuffle_xor_f32(x, 8))
+    x = larger_f32(x, shuffle_xor_f32(x, 4))
+    x = larger_f32(x, shuffle_xor_f32(x, 2))
+    return larger_f32(x, shuffle_xor_f32(x, 1))
+
+
+def warp_sum_i32(x: Any) -> Any:
+    """Return the sum over a warp's lanes of an integer."""
+    x += shuffle_xor_i32(x, 16)
+    x += shuffle_xor_i32(x, 8)
+    x += shuffle_xor_i32(x, 4)
+    x += shuffle_xor_i32(x, 2)
+    x += shuffle_xor_i32(x, 1)
+    return x
+
+
+def warp_max_i32(x: Any) -> Any:
+    """Return the largest of a warp's lanes of an i32."""
+    x = max(x, shuffle_xor_i32(x, 16))
+    x = max(x, shuffle_xor_i32(x, 8))
+    x = max(x, shuffle_xor_i32(x, 4))
+    x = max(x, shuffle_xor_i32(x, 2))
+    return max(x, shuffle_xor_i32(x, 1))
+
+
+def block_sum(x: Any, thread: Any, warps: Any) -> Any:
+    """Return the sum over a block's threads, the same in each: over warps, then of their sums.
+
+    All threads of the block take part, once in a kernel. The first 4 * WARP bytes of shared memory
+    are its own.
+    """
+    x = warp_sum(x)
+    lane = thread & 31
+    if lane == 0:
+        shared_store_f32(4 * (thread >> 5), x)
+    barrier()
+    return warp_sum(shared_load_f32(4 * lane) if lane < warps else f32(0.0))
+
+
+__all__ = [
+    "WARP",
+    "GpuKernel",
+    "block_sum",
+    "blocks_of",
+    "warp_max",
+    "warp_max_i32",
+    "warp_sum",
+    "warp_sum_i32",
+]

@@ -1,0 +1,89 @@
+"""A simulated card: the unmodified CUDA driver and backend over host devices.
+
+Memory is moved by `cuda_table_of_host.HostTable`, kernels run in `gpu_simulator`. A card's memory
+is host memory there, so a kernel may read whatever the host has mapped: what it may not touch is
+for the tests of the kernels themselves.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import gpu_simulator
+from cuda_table_of_host import HostTable, Launch
+
+from strata_nb.card_backend import CardBackend
+from strata_nb.driver import CudaDriver
+from strata_nb.kernels.gpu.operations import GpuKernel
+
+IMAGE = b"simulated"
+
+
+class AllMemory(gpu_simulator.Memory):
+    """Let a kernel use every address."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def check(self, address: int, size: int, *, writes: bool) -> None:
+        if address % size:
+            raise gpu_simulator.KernelFault(f"{size} bytes at {address:#x}: not aligned")
+
+
+class Entry(NamedTuple):
+    """A kernel's machine code, which is only its name."""
+
+    entry: str
+    image: bytes = IMAGE
+
+
+class Simulated:
+    """Compile by remembering the kernel, and run launches of it."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, Any] = {}
+
+    def __call__(
+        self, wanted: Sequence[tuple[GpuKernel, Sequence[str]]], progress: Any, say: Any
+    ) -> Mapping[str, Entry]:
+        for kernel, kinds in wanted:
+            self.kernels[kernel.name] = self._runner(kernel, kinds)
+        return {kernel.name: Entry(kernel.name) for kernel, _ in wanted}
+
+    def _runner(self, kernel: GpuKernel, kinds: Sequence[str]) -> Any:
+        layout = "@" + "".join("f" if kind == "float" else "q" for kind in kinds)
+
+        def run(one: Launch) -> None:
+            words = struct.unpack(layout, one.arguments)
+            gpu_simulator.run(
+                kernel.function,
+                (one.grid[0], one.grid[1], one.grid[2]),
+                one.block[0],
+                one.shared_bytes,
+                words,
+                AllMemory(),
+            )
+
+        return run
+
+
+@contextmanager
+def simulated_card(**table: Any) -> Iterator[CardBackend]:
+    """Give a backend on a simulated card, on which nothing may be left in the end.
+
+    table   further arguments of `HostTable`
+    """
+    simulated = Simulated()
+    cards = HostTable(1, kernels={IMAGE: simulated.kernels}, **table)
+    backend = CardBackend("cuda", CudaDriver(cards), 0, simulated, 1)
+    try:
+        yield backend
+    finally:
+        backend.close()
+        left = cards.live()
+        cards.close()
+    assert left == {}
+    assert cards.refused == []

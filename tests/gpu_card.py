@@ -1,0 +1,148 @@
+"""Run launches of the table's kernels on a real card, with the interface of `gpu_launches`.
+
+Every array goes to a place of its own in the card's memory, between guard bytes that are looked at
+afterwards, and addresses that arrays hold are translated. Arrays that may not be written are
+compared with what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_nb.card_backend import packed_arguments
+from strata_nb.driver import CudaDriver
+from strata_nb.kernels.gpu.cubins import Cubins
+from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
+from strata_nb.kernels.program import launch
+
+GUARD = 256  # bytes before and behind each array
+PATTERN = 0xA5
+
+
+class _Copy(NamedTuple):
+    """Hold an array of the host, and where it is in the block that goes to the card."""
+
+    array: NDArray[Any]
+    offset: int
+    is_written: bool
+
+
+class Card:
+    """Hold the first card, and the kernels that were loaded so far."""
+
+    def __init__(self) -> None:
+        self.driver = CudaDriver()
+        major, minor = self.driver.card_facts(0).capability
+        self._cubins = Cubins(f"sm_{major}{minor}")
+        self._functions: dict[str, int] = {}
+        self._stream = self.driver.stream_create(0)
+
+    def close(self) -> None:
+        self.driver.close()
+
+    def run(
+        self,
+        kernel: str,
+        values: dict[str, Any],
+        written: Sequence[str],
+        *,
+        variant: Any = None,
+        most_rows: int = 8,
+        tables: Sequence[NDArray[Any]] = (),
+        written_tables: Sequence[NDArray[Any]] = (),
+    ) -> None:
+        """Run one launch as `gpu_launches.simulated` does."""
+        named = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        arrays = [(array, name in written) for name, array in named.items()]
+        arrays += [(array, False) for array in tables] + [(array, True) for array in written_tables]
+        copies, end = [], GUARD
+        for array, is_written in arrays:
+            copies.append(_Copy(array, end, is_written))
+            end += -(-array.nbytes // 256) * 256 + GUARD
+        block = self.driver.allocate(end, 0)
+        staging = self.driver.allocate_host(end)
+        try:
+            places = {id(one.array): block + one.offset for one in copies}
+            words = {
+                name: places[id(value)] if isinstance(value, np.ndarray) else value
+                for name, value in values.items()
+            }
+            before = np.full(end, PATTERN, np.uint8)
+            for one in copies:
+                data = _translated(one.array, copies, block)
+                before[one.offset : one.offset + data.nbytes] = data.reshape(-1).view(np.uint8)
+            after = self._launch(
+                launch(kernel, words, variant=variant), most_rows, block, staging, before
+            )
+        finally:
+            self.driver.free_host(staging)
+            self.driver.free(block)
+        _check_and_take(kernel, copies, before, after)
+
+    def _launch(
+        self, one: Any, most_rows: int, block: int, staging: int, before: NDArray[np.uint8]
+    ) -> NDArray[np.uint8]:
+        from strata_nb.addresses import memory_view
+
+        driver, size = self.driver, len(before)
+        found = gpu_kernel(one)
+        assert found is not None, f"{one.kernel} has nothing to run on a card"
+        function = self._function(found, argument_kinds(one))
+        arguments = arguments_of(one)
+        shared_bytes = found.shared_bytes(arguments)
+        if shared_bytes > 48 << 10:
+            driver.set_dynamic_shared_bytes(function, shared_bytes)
+        view = memory_view(staging, size)
+        view[:] = before
+        driver.copy_async(block, staging, size, self._stream)
+        driver.launch(
+            function,
+            found.grid(arguments, most_rows),
+            (found.threads, 1, 1),
+            shared_bytes,
+            self._stream,
+            packed_arguments(one),
+        )
+        driver.copy_async(staging, block, size, self._stream)
+        driver.stream_synchronize(self._stream)
+        return view.copy()
+
+    def _function(self, kernel: Any, kinds: Sequence[str]) -> int:
+        if kernel.name not in self._functions:
+            made = self._cubins([(kernel, kinds)], None, lambda _: None)[kernel.name]
+            module = self.driver.load_module(0, made.image)
+            self._functions[kernel.name] = self.driver.function(module, made.entry)
+        return self._functions[kernel.name]
+
+
+def _translated(array: NDArray[Any], copies: Sequence[_Copy], block: int) -> NDArray[Any]:
+    """Return an array in which addresses of the other arrays are those on the card."""
+    data = np.ascontiguousarray(array)
+    if array.dtype != np.int64:
+        return data
+    data = data.copy()
+    for one in copies:
+        start = one.array.ctypes.data
+        inside = (array >= start) & (array < start + max(1, one.array.nbytes))
+        data[inside] += block + one.offset - start
+    return data
+
+
+def _check_and_take(
+    kernel: str, copies: Sequence[_Copy], before: NDArray[np.uint8], after: NDArray[np.uint8]
+) -> None:
+    """Check guard bytes and what is only read; put what was written into the host's arrays."""
+    untouched = np.ones(len(before), bool)
+    for one in copies:
+        if one.is_written:
+            untouched[one.offset : one.offset + one.array.nbytes] = False
+    wrong = np.flatnonzero(untouched & (before != after))
+    assert not wrong.size, f"{kernel} wrote {wrong.size} bytes that are not its own, at {wrong[0]}"
+    for one in copies:
+        if one.is_written:
+            data = after[one.offset : one.offset + one.array.nbytes]
+            one.array[...] = data.view(one.array.dtype).reshape(one.array.shape)

@@ -1,0 +1,91 @@
+"""Run launches of the table's kernels as a card does, with arrays in place of addresses.
+
+`simulated` runs them in `gpu_simulator`, on the arrays themselves; every test of a GPU kernel takes
+the fixture `gpu` of conftest.py, which is that, and on a machine with a card the card as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gpu_simulator
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_nb.kernels.gpu.compile import ptx_code
+from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
+from strata_nb.kernels.program import Launch, launch
+from strata_nb.kernels.table import KERNELS
+
+# (kernel of the table, variant, values by name: arrays by address; which of them are written,
+# further arrays that addresses in tables point to: written, read)
+Run = Callable[..., None]
+
+
+def aligned(array: NDArray[Any], boundary: int = 256) -> NDArray[Any]:
+    """Return a copy that begins at a multiple of `boundary`, as all buffers of a device do."""
+    room = np.empty(array.nbytes + boundary, np.uint8)
+    start = -room.ctypes.data % boundary
+    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def simulated(
+    kernel: str,
+    values: dict[str, Any],
+    written: Sequence[str],
+    *,
+    variant: Any = None,
+    most_rows: int = 8,
+    tables: Sequence[NDArray[Any]] = (),
+    written_tables: Sequence[NDArray[Any]] = (),
+) -> None:
+    """Run one launch; arrays are passed by address, and only those in `written` may be written.
+
+    most_rows   for which the grid is made, as in a captured program
+    tables      arrays that the kernel reaches through addresses in other arrays
+    """
+    words = {
+        name: int(value.ctypes.data) if isinstance(value, np.ndarray) else value
+        for name, value in values.items()
+    }
+    one = launch(kernel, words, variant=variant)
+    found = gpu_kernel(one)
+    assert found is not None, f"{kernel} has nothing to run on a card"
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    memory = gpu_simulator.Memory(
+        [*(arrays[name] for name in written), *written_tables],
+        [*(array for name, array in arrays.items() if name not in written), *tables],
+    )
+    arguments = arguments_of(one)
+    floats = [kind == "float" for kind in argument_kinds(one)]
+    passed = [
+        float(np.uint32(word).view(np.float32)) if is_float else word
+        for word, is_float in zip(one.arguments, floats, strict=True)
+    ]
+    gpu_simulator.run(
+        found.function,
+        found.grid(arguments, most_rows),
+        found.threads,
+        found.shared_bytes(arguments),
+        passed,
+        memory,
+    )
+
+
+def shaped(kernel: str, variant: Any = None, **values: int | float) -> Launch:
+    """Return a launch for whoever asks for code only: arguments that are not given are 0."""
+    kinds = {argument.name: argument.kind for argument in KERNELS[kernel].arguments}
+    words = {name: 0.0 if kind == "float" else 0 for name, kind in kinds.items()}
+    return launch(kernel, {**words, **values}, variant=variant)
+
+
+def check_code(kernel: str, variant: Any = None, **values: int | float) -> None:
+    """Compile a kernel as far as PTX, which must not use double precision."""
+    one = shaped(kernel, variant, **values)
+    found = gpu_kernel(one)
+    assert found is not None, f"{kernel} has nothing to run on a card"
+    code = ptx_code(found, argument_kinds(one))
+    assert ".f64" not in code, f"{found.name} computes in double precision"

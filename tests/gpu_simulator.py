@@ -1,0 +1,281 @@
+"""Run a GPU kernel without a card: every lane of every block, in Python.
+
+A lane is a greenlet that runs until it must wait for others: at a barrier for its block, at a
+shuffle for its warp. What a card would do silently wrong is an error here:
+
+    an address outside the arrays that were named, or a write to one that is read only
+    lanes of a warp that reach different shuffles, or threads that miss a barrier
+    a value of a wrong type: a float that is no float32, an integer out of its range
+
+Integers are Python's, floats are numpy's float32. Shared memory begins as 0xFF.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from typing import Any, NamedTuple
+
+import numpy as np
+from greenlet import getcurrent, greenlet
+
+from strata_nb.kernels.gpu.binding import rebind
+from strata_nb.kernels.gpu.intrinsics import WARP, ConstantTable, Intrinsic
+
+_FORMATS = {"i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "i64": "q", "f32": "f"}
+_BITS = {"i32": 32, "i64": 64}
+
+
+class KernelFault(AssertionError):
+    """Report what a card would have done wrong without a word."""
+
+
+class Memory:
+    """Hold the arrays that a kernel may use; it may write those in `written`."""
+
+    def __init__(self, written: Sequence[Any], read: Sequence[Any] = ()) -> None:
+        blocks = [(array.ctypes.data, array.nbytes, True) for array in written]
+        blocks += [(array.ctypes.data, array.nbytes, False) for array in read]
+        self._blocks = sorted(blocks)
+        self._starts = [start for start, _, _ in self._blocks]
+        self._kept = (*written, *read)
+
+    def check(self, address: int, size: int, *, writes: bool) -> None:
+        number = bisect_right(self._starts, address) - 1
+        start, length, writable = self._blocks[number] if number >= 0 else (0, 0, False)
+        if number < 0 or address + size > start + length:
+            raise KernelFault(f"{size} bytes at {address:#x}: {address - start - length:,} behind")
+        if writes and not writable:
+            raise KernelFault(f"a write to an array that is read only, at {address - start:,}")
+        if address % size:
+            raise KernelFault(f"{size} bytes at {address:#x}: not aligned")
+
+
+class _Lane(NamedTuple):
+    thread: int
+    block: tuple[int, int, int]
+    shared: bytearray
+
+
+def run(
+    kernel: Callable[..., Any],
+    grid: tuple[int, int, int],
+    threads: int,
+    shared_bytes: int,
+    arguments: Sequence[Any],
+    memory: Memory,
+) -> None:
+    """Run a kernel over a grid of blocks; a float argument is a float32."""
+    lanes: dict[greenlet, _Lane] = {}
+    bound = rebind(kernel, lambda intrinsic: _meaning(intrinsic, lanes, memory))
+    words = [np.float32(one) if isinstance(one, float) else one for one in arguments]
+    with np.errstate(all="ignore"):
+        for z in range(grid[2]):
+            for y in range(grid[1]):
+                for x in range(grid[0]):
+                    shared = bytearray(b"\xff" * shared_bytes)
+                    lanes.clear()
+                    made = [greenlet(bound) for _ in range(threads)]
+                    for thread, one in enumerate(made):
+                        one.gr_context = copy_context()  # in which the errstate holds
+                        lanes[one] = _Lane(thread, (x, y, z), shared)
+                    _run_block(made, words)
+
+
+def _run_block(lanes: list[greenlet], words: Sequence[Any]) -> None:
+    """Run the lanes of one block to their end, warp by warp between barriers."""
+    answers: dict[greenlet, Any] = {}
+    started: set[greenlet] = set()
+    while True:
+        waiting = 0
+        for first in range(0, len(lanes), WARP):
+            waiting += _run_warp(lanes[first : first + WARP], words, answers, started)
+        if not waiting:
+            return
+        if waiting != len(lanes):
+            raise KernelFault(f"{waiting} of {len(lanes)} threads are at a barrier, others ended")
+
+
+def _run_warp(
+    warp: list[greenlet],
+    words: Sequence[Any],
+    answers: dict[greenlet, Any],
+    started: set[greenlet],
+) -> int:
+    """Run a warp to the next barrier; return how many of its lanes wait there."""
+    while True:
+        parked: dict[greenlet, tuple[str, Any, int]] = {}
+        for lane in warp:
+            if lane.dead:
+                continue
+            if lane in started:
+                parting = lane.switch(answers.pop(lane, None))
+            else:
+                started.add(lane)
+                parting = lane.switch(*words)
+            if not lane.dead:
+                parked[lane] = parting
+        kinds = {kind for kind, _, _ in parked.values()}
+        if not parked:
+            return 0
+        if kinds == {"barrier"}:
+            return len(parked)
+        if len(kinds) > 1 or len(parked) != len(warp):
+            raise KernelFault(f"{len(parked)} of {len(warp)} lanes of a warp meet at {kinds}")
+        values = [parked[lane][1] for lane in warp]
+        for lane in warp:
+            source = parked[lane][2] % WARP
+            if source >= len(warp):
+                raise KernelFault(f"a shuffle from lane {source} of {len(warp)}")
+            answers[lane] = values[source]
+
+
+def _meaning(
+    intrinsic: Intrinsic, lanes: dict[greenlet, _Lane], memory: Memory
+) -> Callable[..., Any]:
+    """Return what an intrinsic does in Python, with its types checked."""
+    if isinstance(intrinsic, ConstantTable):
+        does = _lookup(intrinsic)
+    else:
+        does = _does(intrinsic.name, lanes, memory)
+
+    def call(*arguments: Any) -> Any:
+        if len(arguments) != len(intrinsic.arguments):
+            raise KernelFault(f"{intrinsic!r} with {len(arguments)} arguments")
+        for value, kind in zip(arguments, intrinsic.arguments, strict=True):
+            _check(intrinsic, value, kind)
+        return does(*arguments)
+
+    return call
+
+
+def _lookup(table: ConstantTable) -> Callable[..., Any]:
+    def look_up(index: int) -> int:
+        if not 0 <= index < len(table.words):
+            raise KernelFault(f"word {index} of {table.name}, which has {len(table.words)}")
+        return table.words[index]
+
+    return look_up
+
+
+def _check(intrinsic: Intrinsic, value: Any, kind: str) -> None:
+    if kind == "f64":
+        return
+    if kind == "f32":
+        if not isinstance(value, np.float32):
+            raise KernelFault(f"{intrinsic!r} with {value!r}, not a float32")
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise KernelFault(f"{intrinsic!r} with {value!r}, not an integer")
+    limit = 1 << _BITS[kind] - 1
+    if not -limit <= value < limit:
+        raise KernelFault(f"{intrinsic!r} with {value:,}, which {kind} does not hold")
+
+
+def _signed(value: int, bits: int) -> int:
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> bits - 1 else value
+
+
+def _bytes_of(value: int) -> list[int]:
+    return [_signed(value >> 8 * number, 8) for number in range(4)]
+
+
+def _half(bits: int) -> np.float32:
+    return np.float32(np.array(bits & 0xFFFF, np.uint16).view(np.float16))
+
+
+def _nearest(x: np.float32) -> int:
+    if not abs(x) < 2**31:
+        raise KernelFault(f"nearest_i32 of {x}, which no i32 holds")
+    return int(np.rint(x))
+
+
+def _levels_of(word: int, *levels: int) -> tuple[int, int]:
+    table = struct.pack("<4i", *levels)
+    nibbles = [(byte & 15, byte >> 4 & 15) for byte in _bytes_of(word)]
+    low, high = (bytes(table[one] for one in half) for half in zip(*nibbles, strict=True))
+    return int.from_bytes(low, "little", signed=True), int.from_bytes(high, "little", signed=True)
+
+
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "dp4a": lambda a, b, c: _signed(
+        c + sum(x * y for x, y in zip(_bytes_of(a), _bytes_of(b), strict=True)), 32
+    ),
+    "levels_of": _levels_of,
+    "bits_of_f32": lambda x: int(np.float32(x).view(np.int32)),
+    "f32_of_bits": lambda bits: np.array(bits, np.int32).view(np.float32)[()],
+    "f32_of_half": _half,
+    "half_of_f32": lambda x: int(np.float16(x).view(np.uint16)),
+    "nearest_i32": _nearest,
+    # The product of two float32 is exact in float64; its sum is rounded to 53 bits and then to 24.
+    "fma": lambda a, b, c: np.float32(np.float64(a) * np.float64(b) + np.float64(c)),
+    "larger_f32": np.fmax,
+    "square_root": np.sqrt,
+    "i32": lambda x: _signed(x, 32),
+    "i64": lambda x: x,
+    "f32_of_i32": np.float32,
+    "f32": np.float32,
+}
+
+
+def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[..., Any]:
+    if name in _PLAIN:
+        return _PLAIN[name]
+
+    def own() -> _Lane:
+        return lanes[getcurrent()]
+
+    places: dict[str, Callable[[], int]] = {
+        "thread_index": lambda: own().thread,
+        "block_x": lambda: own().block[0],
+        "block_y": lambda: own().block[1],
+        "block_z": lambda: own().block[2],
+    }
+    if name in places:
+        return places[name]
+    if name == "barrier":
+        return lambda: getcurrent().parent.switch(("barrier", None, 0))
+    if name.startswith("shuffle_xor_"):
+        return lambda value, mask: getcurrent().parent.switch(
+            (name, value, own().thread % WARP ^ mask)
+        )
+    if name.startswith("shuffle_"):
+        return lambda value, lane: getcurrent().parent.switch((name, value, lane))
+    return _access(name, own, memory)
+
+
+def _access(name: str, own: Callable[[], _Lane], memory: Memory) -> Callable[..., Any]:
+    """Return a load or a store, of shared memory or by address."""
+    words = name.split("_")
+    shared = words[0] == "shared"
+    kind, stored = words[-2], words[-1]
+    count, _, element = stored.rpartition("x")
+    number = int(count or 1)
+    layout = struct.Struct("<" + _FORMATS[element] * number)
+    size = layout.size
+
+    def bytes_at(place: int, *, writes: bool) -> Any:
+        if not shared:
+            memory.check(place, size, writes=writes)
+            return (ctypes.c_char * size).from_address(place), 0
+        block = own().shared
+        if not 0 <= place <= len(block) - size or place % size:
+            raise KernelFault(f"{name} at {place} of {len(block)} shared bytes")
+        return block, place
+
+    def load(place: int) -> Any:
+        found = layout.unpack_from(*bytes_at(place, writes=False))
+        values = tuple(np.float32(one) if element == "f32" else one for one in found)
+        return values[0] if number == 1 else values
+
+    def store(place: int, value: Any) -> None:
+        target, offset = bytes_at(place, writes=True)
+        bits = 8 * layout.size
+        raw = value if element == "f32" else _signed(value, bits)
+        layout.pack_into(target, offset, raw)
+
+    return store if kind == "store" else load

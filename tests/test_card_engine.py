@@ -1,0 +1,192 @@
+"""Models on a real card: the same bits however they are run, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from device_world import SHAPE, load, random_tokens, read, read_in, same_bits
+from gpu_card import Card
+from make_model import make_model
+
+from strata_nb import Engine, Options, Sampling, device_model
+from strata_nb.backend import open_backend
+from strata_nb.device_model import DeviceModel
+from strata_nb.driver import CudaDriver
+from strata_nb.kernels.reference import Floats
+from strata_nb.models.places import Buffers
+
+pytestmark = pytest.mark.gpu
+
+GUARD_BYTES = 256
+PATTERN = 0x5A
+IDS = random_tokens(100)
+EXPERTS = SHAPE.layers * SHAPE.experts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs(card: Card) -> None:
+    """Skip where there is no card."""
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("card") / "experts.gguf"
+    make_model(path, SHAPE)
+    return path
+
+
+@contextmanager
+def on_card(path: Path, *, ctx: int = 256, **options: Any) -> Iterator[DeviceModel]:
+    with (
+        closing(open_backend("cuda", 2)) as backend,
+        closing(load(backend, path, ctx=ctx, rows=8, **options)) as model,  # type: ignore[arg-type]
+    ):
+        yield model
+        model.ledger.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def exact(model_file: Path) -> Floats:
+    """The logits of all tokens, read one at a time with all experts in slots."""
+    with on_card(model_file) as model:
+        return read_in(model, IDS, 1)
+
+
+@pytest.mark.parametrize("rows", range(2, 9))
+def test_a_row_has_the_same_bits_in_every_window(
+    model_file: Path, exact: Floats, rows: int
+) -> None:
+    with on_card(model_file) as model:
+        assert same_bits(read_in(model, IDS, rows), exact)
+
+
+def test_a_row_has_the_same_bits_beside_rows_of_other_sequences(
+    model_file: Path, exact: Floats
+) -> None:
+    others = [random_tokens(len(IDS), seed) for seed in (1, 2, 3)]
+    with on_card(model_file) as model:
+        found = _together(model, [IDS, *others])
+    assert same_bits(found, exact)
+
+
+def _together(model: DeviceModel, texts: Sequence[Sequence[int]]) -> Floats:
+    """Return the logits of the first of some texts that are read beside each other."""
+    from strata_nb.steps import Row
+
+    sequences = [model.open_sequence() for _ in texts]
+    logits = []
+    for tokens in zip(*texts, strict=True):
+        rows = [Row(s, token, True) for s, token in zip(sequences, tokens, strict=True)]
+        logits.append(model.step(rows)[0])
+    return np.stack(logits)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1])
+def test_fewer_slots_change_no_bit(model_file: Path, exact: Floats, share: float) -> None:
+    slots = max(SHAPE.layers, int(share * EXPERTS))
+    with on_card(model_file, expert_cache=str(slots)) as model:
+        assert same_bits(read_in(model, IDS, 1), exact)
+        assert model.report().misses > 0
+
+
+def test_experts_that_are_read_in_place_change_no_bit(model_file: Path, exact: Floats) -> None:
+    with on_card(model_file, expert_cache="0") as model:
+        assert same_bits(read_in(model, IDS, 1), exact)
+        assert model.report().hits == 0
+
+
+@pytest.mark.parametrize("cache_type", ["f32", "int8"])
+def test_other_types_of_kv_give_the_same_bits_in_every_window(
+    model_file: Path, cache_type: str
+) -> None:
+    types = {"cache_type_k": cache_type, "cache_type_v": cache_type}
+    with on_card(model_file, **types) as model:
+        assert same_bits(read_in(model, IDS, 5), read_in(model, IDS, 1))
+
+
+def test_growth_and_give_back_change_no_token() -> None:
+    """The story model, whose K/V grows and which gives memory away in the middle."""
+    prompt = "Once upon a time"
+
+    def written(engine: Engine, at: Sequence[int] = ()) -> list[int]:
+        session = engine.open_session()
+        session.extend(engine.encode_prompt(prompt))
+        ids = []
+        generation = session.generate(max_tokens=200, sampling=Sampling(seed=4), ignore_eos=True)
+        for number, token in enumerate(generation):
+            ids.append(token.id)
+            if number in at:
+                (device,) = engine.describe().devices
+                assert device.free_bytes is not None
+                engine.set_vram_reserve((device.free_bytes >> 20) + 10)  # half of the slots
+                assert engine.describe().slots < 256
+            elif number - 20 in at:
+                engine.set_vram_reserve(None)
+        return ids
+
+    with Engine.open(Options(device="cuda", ctx_size=512, kv_grow=False)) as engine:
+        expected = written(engine)
+    options = Options(
+        device="cuda", ctx_size=512, kv_grow_init=64, kv_grow_step=64, vram_elastic=True
+    )
+    with Engine.open(options) as engine:
+        assert written(engine, at=(50, 120)) == expected
+
+
+def test_twenty_starts_and_stops_leave_the_memory_of_the_card_where_it_was(
+    model_file: Path,
+) -> None:
+    def free_bytes() -> int:
+        with closing(CudaDriver()) as driver:
+            return driver.mem_info(0)[0]
+
+    with on_card(model_file) as model:  # the driver keeps some of what it takes first
+        read(model, model.open_sequence(), IDS[:8])
+    before = free_bytes()
+    for _ in range(20):
+        with on_card(model_file) as model:
+            read(model, model.open_sequence(), IDS[:8])
+    assert free_bytes() == before
+
+
+class GuardedBuffers(Buffers):
+    """Leave bytes between the buffers of a step; `guards` are their addresses."""
+
+    def __init__(self, base: int = 0) -> None:
+        super().__init__(base)
+        self.guards: list[int] = []
+        seen.append(self)
+
+    def take(self, size: int) -> int:
+        address = super().take(size)
+        self.guards.append(super().take(GUARD_BYTES))
+        return address
+
+
+seen: list[GuardedBuffers] = []
+
+
+def test_no_kernel_writes_between_the_buffers_of_a_step(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_model, "Buffers", GuardedBuffers)
+    # The record is sent as one run of memory, guards and all.
+    pattern = np.full(GUARD_BYTES, PATTERN, np.uint8)
+    with on_card(model_file) as model:
+        backend, buffers = model._backend, seen[-1]
+        sent = range(model._record.address, model._record.address + model._record.words.nbytes)
+        guards = [address for address in buffers.guards if address not in sent]
+        assert len(guards) > 20
+        for address in guards:
+            backend.send(address, pattern)
+        read_in(model, IDS, 8)
+        read_in(model, IDS[:10], 1)
+        for address in guards:
+            found = np.empty(GUARD_BYTES, np.uint8)
+            backend.fetch(address, found)
+            assert np.array_equal(found, pattern), f"{address - buffers.guards[0]:,}"

@@ -1,0 +1,116 @@
+"""Machine code of kernels on disk: what is kept, found again, and made again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from strata_nb.errors import ConfigError, UnsupportedDevice
+from strata_nb.kernels.gpu import compile as gpu_compile
+from strata_nb.kernels.gpu import cubins
+from strata_nb.kernels.gpu.cubins import Cubins
+from strata_nb.kernels.gpu.gating import gated_add_kernel
+
+KINDS = ["address", "address", "address", "address", "integer"]
+WANTED = [(gated_add_kernel(), KINDS)]
+
+
+def quiet(_: str) -> None:
+    """Say nothing."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("STRATA_NB_CACHE_DIR", str(tmp_path))
+    cubins._folder.cache_clear()
+    yield tmp_path
+    cubins._folder.cache_clear()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled once more")
+
+    monkeypatch.setattr(cubins, "cubin_of", refuse)
+
+
+def test_a_second_start_compiles_nothing(folder: Path, request: pytest.FixtureRequest) -> None:
+    said: list[str] = []
+    told: list[tuple[int, int]] = []
+    first = Cubins("sm_90")(WANTED, lambda *done: told.append(done), said.append)
+    assert said == ["compiling 1 kernels for sm_90, which is kept for later"]
+    assert told == [(0, 1), (1, 1)]
+    request.getfixturevalue("no_compiler")
+    assert Cubins("sm_90")(WANTED, None, said.append) == first
+    assert len(said) == 1
+
+
+def test_each_target_has_its_own_code(folder: Path) -> None:
+    (old,) = Cubins("sm_75")(WANTED, None, quiet).values()
+    (new,) = Cubins("sm_120")(WANTED, None, quiet).values()
+    assert old.image != new.image
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "no code"])
+def test_damaged_code_is_made_again(folder: Path, damage: str) -> None:
+    first = Cubins("sm_90")(WANTED, None, quiet)
+    (path,) = folder.rglob("*.cubin")
+    whole = path.read_bytes()
+    at = len(whole) // 2
+    path.write_bytes(
+        {
+            "cut": whole[:at],
+            "changed": whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :],
+            "empty": b"",
+            "no code": b"{}\n",
+        }[damage]
+    )
+    assert Cubins("sm_90")(WANTED, None, quiet) == first
+    assert path.read_bytes() == whole
+
+
+def test_two_programs_that_start_at_once_both_have_the_code(folder: Path) -> None:
+    code = (
+        "from test_cubins import *\n"
+        "(made,) = Cubins('sm_90')(WANTED, None, quiet).values()\n"
+        "print(len(made.image), made.registers)"
+    )
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent, stdout=-1)
+        for _ in range(2)
+    ]
+    answers = {run.communicate()[0] for run in runs}
+    assert [run.returncode for run in runs] == [0, 0]
+    assert len(answers) == 1
+    (kept,) = folder.rglob("*.cubin")
+    assert not list(folder.rglob("*.tmp")), kept
+
+
+def test_a_folder_that_cannot_be_written_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("STRATA_NB_CACHE_DIR", str(tmp_path / "file"))
+    cubins._folder.cache_clear()
+    with pytest.raises(ConfigError, match="machine code cannot be kept on disk"):
+        Cubins("sm_90")(WANTED, None, quiet)
+    cubins._folder.cache_clear()
+
+
+def test_who_lacks_the_toolkit_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba.cuda", None)
+    gpu_compile._numba.cache_clear()
+    with pytest.raises(UnsupportedDevice) as caught:
+        Cubins("sm_90")
+    gpu_compile._numba.cache_clear()
+    assert "strata-nb[cuda]" in caught.value.hint
+
+
+def test_a_target_that_the_toolkit_does_not_know_is_named(folder: Path) -> None:
+    with pytest.raises(UnsupportedDevice, match="sm_12345"):
+        Cubins("sm_12345")(WANTED, None, quiet)

@@ -1,0 +1,119 @@
+"""Kernels of cards stay free of what only NVIDIA has: each becomes code for AMD's cards as well.
+
+They are written once and compiled for NVIDIA; whether the other bodies of the intrinsics are right
+shows here only as far as a compiler can tell. Nothing runs.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import amdgpu_lowering
+import pytest
+from gpu_launches import shaped
+
+from strata_nb.formats import CACHE_TYPES, TensorType
+from strata_nb.kernels.gpu.compile import llvm_code
+from strata_nb.kernels.gpu.functions import argument_kinds, gpu_kernel
+from strata_nb.kernels.gpu.intrinsics import SHARED_NAME
+from strata_nb.kernels.table import KERNELS
+from strata_nb.packing import PACKED, UNPACKED
+
+T = TensorType
+Case = tuple[str, Any]  # a kernel of the table, a variant
+CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
+WEIGHTS = sorted(PACKED | UNPACKED)
+
+# Sizes of a model of the usual kind, by the table's names.
+SIZES = {
+    "width": 2048,
+    "values": 2048,
+    "outputs": 768,
+    "parts": 1,
+    "times": 1,
+    "experts": 128,
+    "top_k": 8,
+    "heads": 32,
+    "kv_heads": 4,
+    "length": 128,
+    "planes": 64,
+    "key_length": 128,
+    "value_length": 128,
+    "vocabulary": 4096,
+}
+
+VARIANTS: dict[str | None, list[Any]] = {
+    None: [None],
+    "weights": WEIGHTS,
+    "keys_values": list(product(CACHE_TYPES, repeat=2)),
+    "gate_up": list(product(WEIGHTS, repeat=2)),
+}
+
+# What every run looks at: each kernel, and for products one type of each way to decode a block.
+DECODED = [T.F16, T.Q4_0, T.Q8_0, T.Q4_K, T.Q6_K, T.IQ4_XS, T.IQ3_S, T.IQ1_M, T.MXFP4]
+FEW: dict[str, list[Any]] = {
+    "embed": [T.Q4_K],
+    "linear": DECODED,
+    "kv_append": [("f16", "int8")],
+    "attention": [("int8", "f16")],
+    "expert_gate_up": [(T.Q4_K, T.Q4_K)],
+    "expert_down": [T.Q6_K],
+}
+
+
+def few() -> list[Case]:
+    return [(name, variant) for name in KERNELS for variant in FEW.get(name, [None])]
+
+
+def others() -> list[Case]:
+    """Return the rest; of pairs of weights those of a type with itself, and a mixed one."""
+    found = [(name, one) for name, kernel in KERNELS.items() for one in VARIANTS[kernel.axis]]
+    seen, mixed = few(), ("expert_gate_up", (T.Q4_K, T.Q6_K))
+    return [
+        (name, one)
+        for name, one in found
+        if (name, one) not in seen
+        and (name != "expert_gate_up" or one[0] == one[1] or (name, one) == mixed)
+    ]
+
+
+def label(case: Case) -> str:
+    name, variant = case
+    parts = variant if isinstance(variant, tuple) else (variant,)
+    return "-".join([name, *(getattr(one, "name", one) for one in parts if one is not None)])
+
+
+def lower(name: str, variant: Any) -> None:
+    """Lower a kernel to machine code of every card, and look at what it is made of."""
+    kernel = KERNELS[name]
+    sizes = {one.name: SIZES[one.name] for one in kernel.arguments if one.name in SIZES}
+    launch = shaped(name, variant, **sizes)
+    found = gpu_kernel(launch)
+    if found is None:
+        return
+    library, entry = llvm_code(found.function, argument_kinds(launch), "amdgpu")
+    foreign, objects = amdgpu_lowering.lower(
+        library.llvm_strs, entry, found.name, found.threads, SHARED_NAME, CARDS
+    )
+    assert not foreign, f"{found.name} needs what AMD's cards lack"
+    for card in CARDS:
+        code = objects[card]
+        sections = amdgpu_lowering.symbols(code)
+        assert sections[found.name], f"{found.name} is not in the code for {card}"
+        assert sections[f"{found.name}.kd"], "the descriptor is what a launch names"
+        unknown = [name for name, section in sections.items() if not section]
+        assert not unknown, f"{found.name} is not whole on {card}"
+        # In the object's notes, in which a zero is a zero byte: neither locals nor spills.
+        assert b".private_segment_fixed_size\0" in code, f"{found.name} uses memory on {card}"
+
+
+@pytest.mark.parametrize("case", few(), ids=label)
+def test_a_kernel_becomes_code_of_other_cards(case: Case) -> None:
+    lower(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", others(), ids=label)
+def test_every_variant_becomes_code_of_other_cards(case: Case) -> None:
+    lower(*case)

@@ -1,0 +1,72 @@
+"""`levels_of`, which either vendor makes of other instructions, computed step by step.
+
+The simulator knows what the whole does; here the code that a card runs is carried out on integers,
+with the instruction that it is made of as the vendor's manual describes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gpu_simulator
+import numpy as np
+import pytest
+
+from strata_nb.kernels.gpu import intrinsics
+from strata_nb.quants.decoders import IQ4_LEVELS
+
+
+class Builder:
+    """Carries out at once what it is asked to emit, on words of 32 bits."""
+
+    def and_(self, a: Any, b: Any) -> int:
+        return _word(a) & _word(b)
+
+    def or_(self, a: Any, b: Any) -> int:
+        return _word(a) | _word(b)
+
+    def lshr(self, a: Any, b: Any) -> int:
+        return _word(a) >> _word(b)
+
+
+def _word(value: Any) -> int:
+    return int(getattr(value, "constant", value)) & 0xFFFFFFFF
+
+
+def prmt(a: Any, b: Any, selector: Any) -> int:
+    """PTX ISA, prmt.b32: four nibbles select bytes, 0 to 3 of a; a high bit repeats the sign."""
+    pool, found = _word(a) | _word(b) << 32, 0
+    for number in range(4):
+        nibble = _word(selector) >> 4 * number & 15
+        byte = pool >> 8 * (nibble & 7) & 255
+        if nibble & 8:
+            byte = 255 * (byte >> 7)
+        found |= byte << 8 * number
+    return found
+
+
+def v_perm_b32(a: Any, b: Any, selector: Any) -> int:
+    """RDNA ISA, V_PERM_B32: four bytes select bytes, b's are 0 to 3; from 8 on they mean others."""
+    pool, found = _word(a) << 32 | _word(b), 0
+    for number in range(4):
+        byte = _word(selector) >> 8 * number & 255
+        assert byte < 8
+        found |= (pool >> 8 * byte & 255) << 8 * number
+    return found
+
+
+@pytest.mark.parametrize(
+    ("emit", "permute"),
+    [(intrinsics._nvidia_levels, prmt), (intrinsics._amd_levels, v_perm_b32)],
+    ids=["nvidia", "amd"],
+)
+def test_both_vendors_look_levels_up(
+    emit: Callable[..., tuple[Any, Any]], permute: Callable[..., int]
+) -> None:
+    levels = np.array(IQ4_LEVELS, np.int8).view(np.int32).tolist()
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, 64).tolist()
+    for word in (*words, 0x76543210, -0x01234568, 0, -1):
+        found = emit(Builder(), permute, [word, *levels])
+        expected = gpu_simulator._levels_of(word, *levels)
+        assert [_word(one) for one in found] == [_word(one) for one in expected], hex(word)

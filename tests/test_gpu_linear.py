@@ -1,0 +1,167 @@
+"""`linear` of graphics cards: every type of weights, rows and outputs that fill no block."""
+
+from __future__ import annotations
+
+import gpu_launches
+import kernel_references as plain
+import numpy as np
+import pytest
+from gpu_launches import aligned, check_code
+from host_launches import UNTOUCHED, Matrix, as_read, normal, same_bits
+
+from strata_nb.formats import TensorType, block_layout
+from strata_nb.kernels.gpu.linear import linear_kernel
+from strata_nb.kernels.gpu.products import DECODERS
+from strata_nb.kernels.reference import Floats
+from strata_nb.packing import PACKED, UNPACKED, pack
+
+T = TensorType
+KINDS = [*DECODERS, *sorted(UNPACKED)]
+MOST_ROWS = 7
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+
+
+def width_of(kind: TensorType) -> int:
+    """Return values of a row that are an odd number of blocks, and more than a warp takes."""
+    return {1: 44, 32: 160, 256: 256}[block_layout(kind).values]
+
+
+def linear(
+    gpu: gpu_launches.Run,
+    matrix: Matrix,
+    x: Floats,
+    *,
+    bias: Floats | None = None,
+    y: Floats | None = None,
+) -> Floats:
+    """Return rows times a matrix, added to y where it is given; x is quantised if need be."""
+    (rows, values), outputs = x.shape, len(matrix.weight)
+    out = np.full((MOST_ROWS, outputs), UNTOUCHED)
+    if y is not None:
+        out[:rows] = y
+    out = aligned(out)
+    gpu(
+        "linear",
+        {
+            "rows": np.array([rows]),
+            "x": aligned(plain.quantised(x) if matrix.kind in PACKED else x),
+            "weight": aligned(matrix.data),
+            "bias": 0 if bias is None else aligned(bias),
+            "y": out,
+            "values": values,
+            "outputs": outputs,
+            "add": int(y is not None),
+        },
+        ["y"],
+        variant=matrix.kind,
+        most_rows=MOST_ROWS,
+    )
+    assert np.all(out[rows:] == UNTOUCHED)
+    return out[:rows]
+
+
+def close(found: Floats, x: Floats, weight: Floats, expected: Floats) -> bool:
+    """Return whether rounding explains what keeps products apart.
+
+    Some 2 ** -24 for each of the sums that add up to a product, which partly cancel.
+    """
+    bound = np.abs(x.astype(np.float64)) @ np.abs(weight.astype(np.float64)).T + np.abs(expected)
+    return bool(np.all(np.abs(found - expected) <= 1e-6 * bound))
+
+
+@every_kind
+@pytest.mark.parametrize(
+    ("rows", "outputs"), [(2, 11), (1, 1)], ids=["a group and three", "one output"]
+)
+def test_linear_is_that_of_numpy(
+    gpu: gpu_launches.Run, kind: TensorType, rows: int, outputs: int
+) -> None:
+    values = width_of(kind)
+    matrix, x = Matrix.random(kind, outputs, values), normal(rows, values, seed=1)
+    found = linear(gpu, matrix, x)
+    read = as_read(kind, x).astype(np.float64)
+    assert close(found, read, matrix.weight, plain.linear(read, matrix.weight))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (T.Q8_0, 34 * 32),
+        (T.Q6_K, 5 * 256),
+        (T.MXFP4, 32),
+        (T.F32, 264),
+        (T.F16, 264),
+        (T.BF16, 264),
+        (T.F32, 2),
+        (T.BF16, 33),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_rows_of_any_length_are_multiplied(
+    gpu: gpu_launches.Run, kind: TensorType, values: int
+) -> None:
+    matrix, x = Matrix.random(kind, 17, values), normal(1, values, seed=1)
+    read = as_read(kind, x).astype(np.float64)
+    expected = plain.linear(read, matrix.weight)
+    assert close(linear(gpu, matrix, x), read, matrix.weight, expected)
+
+
+@pytest.mark.parametrize("kind", [T.Q4_0, T.F32, T.F16], ids=lambda kind: kind.name)
+def test_a_bias_is_added_and_the_whole_to_what_is_there(
+    gpu: gpu_launches.Run, kind: TensorType
+) -> None:
+    values, outputs = 32, 11
+    matrix, x = Matrix.random(kind, outputs, values), normal(2, values, seed=1)
+    bias, before = normal(outputs, seed=2), normal(2, outputs, seed=3)
+    read = as_read(kind, x).astype(np.float64)
+    for given in ({"bias": bias}, {"y": before}, {"bias": bias, "y": before}):
+        expected = plain.linear(read, matrix.weight, **given)
+        found = linear(gpu, matrix, x, **given)
+        assert close(found, read, matrix.weight, expected), list(given)
+
+
+@pytest.mark.parametrize("kind", [T.Q4_K, T.Q3_K, T.BF16], ids=lambda kind: kind.name)
+def test_the_product_of_a_row_does_not_depend_on_its_company(
+    gpu: gpu_launches.Run, kind: TensorType
+) -> None:
+    values = {1: 72, 256: 1280}[block_layout(kind).values]
+    matrix, x = Matrix.random(kind, 3, values), normal(5, values, seed=1)
+    x[1, 3] = np.nan
+    together = linear(gpu, matrix, x)
+    assert np.isnan(together[1]).all()
+    assert np.isfinite(np.delete(together, 1, axis=0)).all()
+    for first, last in ((0, 1), (2, 4), (3, 4), (4, 5)):
+        alone = linear(gpu, matrix, x[first:last])
+        assert same_bits(alone, together[first:last]), (first, last)
+
+
+def test_a_matrix_of_extreme_quants_does_not_overflow(gpu: gpu_launches.Run) -> None:
+    values = 64
+    raw = np.zeros((8, values // 32, 34), np.uint8)
+    raw[:, :, 1], raw[:, :, 2:] = 0x3C, 0x80  # scale 1, quants -128
+    weight = np.full((8, values), np.float32(-128))
+    matrix = Matrix(T.Q8_0, pack(T.Q8_0, raw.reshape(-1), 8, values), weight)
+    x = np.full((1, values), np.float32(127))
+    assert np.all(linear(gpu, matrix, x) == np.float32(-128 * 127 * values))
+
+
+@pytest.mark.parametrize("kind", [T.Q8_0, T.F32], ids=lambda kind: kind.name)
+def test_more_outputs_than_a_grid_has_blocks_are_refused(kind: TensorType) -> None:
+    grid = linear_kernel(kind, 32).grid
+    assert grid({"outputs": 524_280}, 1) == (1, 65_535, 1)
+    with pytest.raises(ValueError, match="524,281 outputs: at most 524,280"):
+        grid({"outputs": 524_281}, 1)
+
+
+def test_a_type_without_kernels_on_a_card_is_refused() -> None:
+    with pytest.raises(ValueError, match="TQ1_0 have no kernels"):
+        linear_kernel(T.TQ1_0, 256)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [(T.Q3_K, 256), (T.Q5_1, 32), (T.MXFP4, 32), (T.BF16, 8), (T.F16, 1)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_products_are_computed_in_single_precision(kind: TensorType, values: int) -> None:
+    check_code("linear", kind, values=values)
