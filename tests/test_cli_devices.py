@@ -190,7 +190,7 @@ def test_ctrl_c_while_kernels_are_compiled_is_not_lost(model: str, tmp_path: Pat
         "def interrupted(module, buffer):\n"
         "    calls.append(1)\n"
         "    if len(calls) == 3:\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
         "    return hook(module, buffer)\n"
         "JITCodeLibrary._object_compiled_hook = interrupted\n"
         f"sys.argv = ['strata_nb', 'generate', '-m', {model!r}, 'hello', '-n', '3']\n"

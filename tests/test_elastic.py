@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 import signal
 from collections.abc import Iterator
@@ -175,7 +174,7 @@ def test_a_growth_that_ctrl_c_came_into_is_said(grown: Grown) -> None:
     synchronize = grown.world.driver.synchronize
 
     def interrupted(device: int) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         synchronize(device)
 
     with pytest.MonkeyPatch.context() as patch:

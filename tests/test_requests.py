@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -510,7 +509,7 @@ def interrupted_at(world: World, operation: str) -> Iterator[None]:
     call = getattr(world.driver, operation)
 
     def interrupted(*arguments: object) -> object:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return call(*arguments)
 
     setattr(world.driver, operation, interrupted)
