@@ -24,9 +24,9 @@ from strata_nb.kernels.host.functions import WorkSpace, prepare
 from strata_nb.kernels.host.threads import PreparedProgram, Threads
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
+from strata_nb.progress import Progress
 from strata_nb.tracing import Recorder, RecordingDriver
 
-Progress = Callable[[int, int], object]
 Say = Callable[[str], object]
 Prepared = TypeVar("Prepared")  # a program in the form that a backend runs
 

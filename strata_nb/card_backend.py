@@ -31,6 +31,7 @@ from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_ke
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.program import Launch, Program
 from strata_nb.kernels.quantised_rows import row_bytes
+from strata_nb.progress import Progress
 from strata_nb.tracing import Recorder, RecordingDriver
 
 MOST_ROWS = 8  # of a step; a longer prompt is a chain of steps
@@ -39,7 +40,6 @@ USUAL_SHARED_BYTES = 48 << 10  # that a block gets without being asked
 OUTSIDE_BYTES = 256 << 20  # for page tables, modules, graphs and tables
 RESERVE_BYTES = 700 << 20  # for whoever draws the screen
 
-Progress = Callable[[int, int], object]
 Say = Callable[[str], object]
 
 

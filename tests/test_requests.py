@@ -16,6 +16,7 @@ from cache_world import (
     KV,
     UNIT,
     World,
+    ledger_of,
     owner_of,
     read_rows,
     rows_of,
@@ -49,11 +50,6 @@ def world() -> Iterator[World]:
     made.driver.faults.lift()
     made.check()
     made.end()
-
-
-def ledger_of(world: World) -> Ledger:
-    assert world.ledger is not None
-    return world.ledger
 
 
 def free_bytes(world: World) -> int:

@@ -18,9 +18,9 @@ from pathlib import Path
 from strata_nb.compiling import cache_home, kept_folder
 from strata_nb.kernels.gpu.compile import Cubin, cubin_of, toolkit_versions
 from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.progress import Progress
 from strata_nb.whole_files import whole_file
 
-Progress = Callable[[int, int], object]
 Say = Callable[[str], object]
 
 _PACKAGE = Path(__file__).parents[2]
