@@ -16,7 +16,8 @@ from functools import cache
 from pathlib import Path
 
 from strata_nb.compiling import cache_home, kept_folder
-from strata_nb.kernels.gpu.compile import Cubin, cubin_of, toolkit_versions
+from strata_nb.errors import UnsupportedDevice
+from strata_nb.kernels.gpu.compile import OLDEST, Cubin, cubin_of, toolkit_versions
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.whole_files import whole_file
 
@@ -29,9 +30,18 @@ _SOURCES = ("kernels", "quants", "packing.py", "formats.py")
 
 
 class Cubins:
-    """Find or make the machine code of kernels for a target such as "sm_90"."""
+    """Find or make the machine code of kernels for a target such as "sm_90".
+
+    UnsupportedDevice for cards that are too old, and where something that compiles is missing.
+    """
 
     def __init__(self, target: str) -> None:
+        oldest = f"sm_{OLDEST[0]}{OLDEST[1]}"
+        if int(target.removeprefix("sm_")) < int(oldest.removeprefix("sm_")):
+            raise UnsupportedDevice(
+                f"the card is a {target}, kernels are for {oldest} and newer",
+                hint="use --device host",
+            )
         toolkit_versions()  # who lacks the toolkit hears it before a model is loaded
         self.target = target
 
@@ -75,7 +85,7 @@ class Cubins:
         except FileNotFoundError:
             return None
         try:
-            facts = json.loads(head)
+            facts = dict(json.loads(head))
             digest = facts.pop("sha256")
             whole = Cubin(image=image, **facts)
         except (ValueError, KeyError, TypeError):
