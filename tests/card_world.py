@@ -28,7 +28,7 @@ class AllMemory(gpu_simulator.Memory):
     def __init__(self) -> None:
         super().__init__([])
 
-    def check(self, address: int, size: int, *, writes: bool) -> None:
+    def check(self, address: int, size: int, use: str) -> None:
         if address % size:
             raise gpu_simulator.KernelFault(f"{size} bytes at {address:#x}: not aligned")
 

@@ -258,7 +258,6 @@ def _assembly(intrinsic: Intrinsic, text: str, constraints: str) -> Callable[...
     )
 
     def emit(builder: Any, arguments: list[Any]) -> Any:
-        made = ir.InlineAsm(kind, text, constraints, side_effect=intrinsic.orders)
-        return builder.call(made, arguments)
+        return builder.call(ir.InlineAsm(kind, text, constraints), arguments)
 
     return emit
