@@ -8,7 +8,9 @@ shuffle for its warp. What a card would do silently wrong is an error here:
     lanes of a warp that reach different shuffles, or threads that miss a barrier
     a value of a wrong type: a float that is no float32, an integer out of its range
 
-Integers are Python's, floats are numpy's float32. Shared memory begins as 0xFF.
+Integers are Python's, floats are numpy's float32. Shared memory begins as 0xFF. Of two blocks that
+are neighbours one runs its warps from the first to the last, the other from the last to the first:
+where a barrier lacks, one of them goes wrong.
 """
 
 from __future__ import annotations
@@ -86,16 +88,20 @@ def run(
                     for thread, one in enumerate(made):
                         one.gr_context = copy_context()  # in which the errstate holds
                         lanes[one] = _Lane(thread, (x, y, z), shared)
-                    _run_block(made, words)
+                    _run_block(made, words, backwards=(x + y + z) % 2 == 1)
 
 
-def _run_block(lanes: list[greenlet], words: Sequence[Any]) -> None:
-    """Run the lanes of one block to their end, warp by warp between barriers."""
+def _run_block(lanes: list[greenlet], words: Sequence[Any], *, backwards: bool) -> None:
+    """Run the lanes of one block to their end, warp by warp between barriers.
+
+    backwards   the last warp first
+    """
+    firsts = range(0, len(lanes), WARP)
     answers: dict[greenlet, Any] = {}
     started: set[greenlet] = set()
     while True:
         waiting = 0
-        for first in range(0, len(lanes), WARP):
+        for first in reversed(firsts) if backwards else firsts:
             waiting += _run_warp(lanes[first : first + WARP], words, answers, started)
         if not waiting:
             return

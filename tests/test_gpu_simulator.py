@@ -9,6 +9,7 @@ from gpu_simulator import KernelFault, Memory
 
 from strata_nb.kernels.gpu.intrinsics import (
     barrier,
+    block_x,
     f32_of_i32,
     fetch_f32,
     i64,
@@ -47,6 +48,20 @@ def test_a_barrier_shows_every_thread_what_the_others_wrote() -> None:
     y = np.zeros(64, np.float32)
     run(kernel, y, threads=64)
     assert np.array_equal(y, np.arange(63, -1, -1))
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_a_barrier_that_lacks_shows_in_one_of_two_blocks(writer: int) -> None:
+    def kernel(y: int) -> None:
+        warp = i64(thread_index() >> 5)
+        if warp == writer:
+            shared_store_f32(0, f32_of_i32(1))
+        else:
+            store_f32(y + 4 * i64(block_x()), shared_load_f32(0))
+
+    y = np.zeros(2, np.float32)
+    gpu_simulator.run(kernel, (2, 1, 1), 64, 4, [y.ctypes.data], Memory([y]))
+    assert sorted(y == 1) == [False, True]
 
 
 def test_an_address_outside_the_arrays_is_a_fault() -> None:
