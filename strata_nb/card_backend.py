@@ -111,6 +111,7 @@ class CardBackend:
         self._compiler = compiler
         self._machine: dict[str, Machine] = {}
         self._functions: dict[str, int] = {}
+        self._most_shared: dict[str, int] = {}  # bytes that a kernel's blocks may have
         self._shared: list[_Shared] = []
         self._has_run = False  # since the last `wait`
         self.driver: Driver = driver
@@ -167,13 +168,15 @@ class CardBackend:
         return self._card.capture_end(self._stream)
 
     def _load(self, kernel: GpuKernel, shared_bytes: int) -> None:
-        """Load a kernel, unless it is loaded, and let it have so much shared memory."""
+        """Load a kernel, unless it is loaded, and let it have so much shared memory, or more."""
         if kernel.name not in self._functions:
             machine = self._machine[kernel.name]
             module = self._card.load_module(self.device, machine.image)
             self._functions[kernel.name] = self._card.function(module, machine.entry)
-        if shared_bytes > USUAL_SHARED_BYTES:
+            self._most_shared[kernel.name] = USUAL_SHARED_BYTES
+        if shared_bytes > self._most_shared[kernel.name]:
             self._card.set_dynamic_shared_bytes(self._functions[kernel.name], shared_bytes)
+            self._most_shared[kernel.name] = shared_bytes
 
     def _launch(self, one: Launch, kernel: GpuKernel, rows: int) -> None:
         arguments = arguments_of(one)

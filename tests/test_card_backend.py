@@ -13,12 +13,14 @@ import pytest
 from card_world import failing_card, simulated_card
 from cuda_table_of_host import FailingTable
 from device_world import load, make_tiny, opened, random_tokens, read
+from gpu_launches import shaped
 from numpy.typing import NDArray
 
 from strata_nb import card_backend, cuda_table
 from strata_nb.card_backend import CardBackend, CardProgram
 from strata_nb.errors import DeviceLost, DriverError
-from strata_nb.kernels.program import launch
+from strata_nb.formats import TensorType
+from strata_nb.kernels.program import Launch, launch
 from strata_nb.kernels.reference import Floats
 
 GIB = 1 << 30
@@ -222,3 +224,11 @@ def test_a_backend_can_be_closed_twice_and_not_by_a_fork(monkeypatch: pytest.Mon
         calls = table.calls.total()
         backend.close()
         assert table.calls.total() == calls
+
+
+def test_a_kernel_keeps_the_most_shared_memory_that_a_launch_of_it_needs() -> None:
+    def down(top_k: int) -> Launch:
+        return shaped("expert_down", TensorType.F32, top_k=top_k, values=8, outputs=8)
+
+    with simulated_card() as backend:
+        backend.prepare([[down(8), down(5000), down(3000)], [down(4000)]])
