@@ -8,7 +8,7 @@ A backend's name for a device is what `--device` says: "host", or "host:1x512MiB
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
+from strata_nb.compiling_processes import Progress, Say
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.execution import Driver
 from strata_nb.host import HostDriver, parse_host_devices
@@ -26,8 +27,6 @@ from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.tracing import Recorder, RecordingDriver
 
-Progress = Callable[[int, int], object]
-Say = Callable[[str], object]
 Prepared = TypeVar("Prepared")  # a program in the form that a backend runs
 
 

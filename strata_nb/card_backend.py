@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
+from strata_nb.compiling_processes import Progress, Say
 from strata_nb.errors import DriverError
 from strata_nb.execution import Driver, ProgramDriver
 from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
@@ -40,9 +41,6 @@ STAGING_BYTES = 4 << 20  # of pinned memory, each way
 USUAL_SHARED_BYTES = 48 << 10  # that a block gets without being asked
 OUTSIDE_BYTES = 256 << 20  # for page tables, modules, graphs and tables
 RESERVE_BYTES = 700 << 20  # for whoever draws the screen
-
-Progress = Callable[[int, int], object]
-Say = Callable[[str], object]
 
 
 class CardDriver(Driver, ProgramDriver, Protocol):

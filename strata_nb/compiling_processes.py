@@ -29,6 +29,7 @@ from pathlib import Path
 from strata_nb.compiling import Compiled, cache_folder, saving
 
 Progress = Callable[[int, int], object]  # (functions compiled, of how many)
+Say = Callable[[str], object]  # a line for the user
 
 MOST_PROCESSES = 8  # the longest function takes an eighth of the time of all
 _MOST_FUNCTIONS = 256  # numbers of a byte; further ones are compiled when they are used

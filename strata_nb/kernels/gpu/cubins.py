@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from strata_nb.compiling import cache_home, kept_folder
+from strata_nb.compiling_processes import Progress, Say
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.gpu.compile import OLDEST, Cubin, cubin_of, toolkit_versions
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.whole_files import whole_file
-
-Progress = Callable[[int, int], object]
-Say = Callable[[str], object]
 
 _PACKAGE = Path(__file__).parents[2]
 # Folders and files of the package that kernels are made of.

@@ -6,11 +6,11 @@ Run as a module, this is one of the other processes.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from strata_nb import cpu
 from strata_nb.compiling import Compiled
-from strata_nb.compiling_processes import MOST_PROCESSES, Progress, compile_together, serve
+from strata_nb.compiling_processes import MOST_PROCESSES, Progress, Say, compile_together, serve
 from strata_nb.kernels.host import threads
 from strata_nb.kernels.host.functions import host_kernel
 from strata_nb.kernels.host.operations import Work
@@ -28,7 +28,7 @@ def compile_ahead(
     programs: Sequence[Program],
     *,
     progress: Progress | None = None,
-    say: Callable[[str], object] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> None:
     """Compile what programs launch and what loading needs, unless it is at hand.
 
