@@ -20,7 +20,7 @@ TARGETS = ("sm_75", "sm_90", "sm_120")
 OTHER_TARGETS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_100", "sm_103", "sm_121")
 KINDS = sorted(PACKED | UNPACKED)
 LENGTHS = (128, 64, 80, 256)  # of heads, the usual one first
-WIDTHS = (64, 2048, 8192)  # of rows: norms have more threads for wider ones
+WIDTHS = (64, 1024, 8192)  # of rows: norms have more threads for wider ones
 GROUPS = (4, 1, 8)  # heads that share a K/V head
 ROUTERS = ((8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8))
 
