@@ -1,4 +1,4 @@
-"""How long work tells how far it is."""
+"""What long work tells, and whom."""
 
 from __future__ import annotations
 
@@ -6,3 +6,5 @@ from collections.abc import Callable
 
 # (done, of how many): bytes, functions, tokens. Called often, so it must be cheap.
 Progress = Callable[[int, int], object]
+
+Say = Callable[[str], object]  # a line for the user
