@@ -17,15 +17,17 @@ waits a microsecond or two for it, at every layer).
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
+from strata_nb.errors import DriverError
 from strata_nb.execution import Driver, ProgramDriver
 from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
 from strata_nb.kernels.gpu.operations import GpuKernel
@@ -100,6 +102,7 @@ class CardBackend:
     ) -> None:
         self.name, self.device, self.threads = text, device, threads
         self.warnings: list[str] = []
+        self._process = os.getpid()
         self._card = driver
         self._compiler = compiler
         self._machine: dict[str, Machine] = {}
@@ -132,7 +135,10 @@ class CardBackend:
         for program in programs:
             for one in program:
                 kernel = gpu_kernel(one)
-                if kernel is not None and kernel.name not in self._machine:
+                if kernel is None:
+                    continue
+                kernel.grid(arguments_of(one), MOST_ROWS)  # refused before a model is loaded
+                if kernel.name not in self._machine:
                     wanted[kernel.name] = (kernel, argument_kinds(one))
         self._machine.update(self._compiler(list(wanted.values()), progress, say))
 
@@ -146,16 +152,23 @@ class CardBackend:
         for one, kernel in launches:
             self._load(kernel, kernel.shared_bytes(arguments_of(one)))
         for rows in range(1, MOST_ROWS + 1):
-            self._card.capture_begin(self._stream)
-            try:
-                for one, kernel in launches:
-                    self._launch(one, kernel, rows)
-            finally:
-                graph = self._card.capture_end(self._stream)
+            graph = self._captured(launches, rows)
             graphs[rows] = self._card.graph_instantiate(graph, self.device)
             self._resources.callback(self._card.executable_destroy, graphs[rows])
             self._card.graph_destroy(graph)
         return CardProgram(graphs)
+
+    def _captured(self, launches: Sequence[tuple[Launch, GpuKernel]], rows: int) -> int:
+        """Return a graph of launches for so many rows."""
+        self._card.capture_begin(self._stream)
+        try:
+            for one, kernel in launches:
+                self._launch(one, kernel, rows)
+        except BaseException:
+            with suppress(DriverError):  # after a launch that failed there may be no graph
+                self._card.graph_destroy(self._card.capture_end(self._stream))
+            raise
+        return self._card.capture_end(self._stream)
 
     def _load(self, kernel: GpuKernel, shared_bytes: int) -> None:
         """Load a kernel, unless it is loaded, and let it have so much shared memory."""
@@ -188,11 +201,11 @@ class CardBackend:
         self._card.graph_launch(program.graphs[rows], self._stream)
 
     def wait(self) -> None:
+        self._is_sent = False  # also where this fails: the host goes on and changes its tables
         self._card.stream_synchronize(self._stream)
         for one in self._shared:
             if one.is_written:
                 self._staging.fetch(one.address, one.table)
-        self._is_sent = False
 
     # What host and card exchange.
 
@@ -209,6 +222,8 @@ class CardBackend:
         self._staging.fetch(address, array)
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork owns none of it
         self._resources.close()
         self._shared.clear()
 

@@ -17,7 +17,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_pro
 from strata_nb.cache.residency import Residency
 from strata_nb.cache.routing import RoutingTrace
 from strata_nb.cache.slots import SlotLayout
-from strata_nb.errors import ConfigError
+from strata_nb.errors import ConfigError, DriverError
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
@@ -347,6 +347,8 @@ class DeviceModel:
         except BaseException:
             for sequence, length in before.items():
                 self.kv.rewind(sequence, length)  # the room that it got is free again
+            with suppress(DriverError):  # what failed first is what is told
+                self._backend.wait()  # runs that began read what may be moved or freed next
             raise
 
     def _step(self, rows: Sequence[Row], new: Counter[int], lengths: dict[int, int]) -> Floats:
