@@ -160,15 +160,15 @@ class CardBackend:
 
     def _captured(self, launches: Sequence[tuple[Launch, GpuKernel]], rows: int) -> int:
         """Return a graph of launches for so many rows."""
-        self._card.capture_begin(self._stream)
         try:
+            self._card.capture_begin(self._stream)
             for one, kernel in launches:
                 self._launch(one, kernel, rows)
+            return self._card.capture_end(self._stream)
         except BaseException:
             with suppress(DriverError):  # after a launch that failed there may be no graph
                 self._card.graph_destroy(self._card.capture_end(self._stream))
             raise
-        return self._card.capture_end(self._stream)
 
     def _load(self, kernel: GpuKernel, shared_bytes: int) -> None:
         """Load a kernel, unless it is loaded, and let it have so much shared memory."""

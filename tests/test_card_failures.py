@@ -95,9 +95,9 @@ def _calls_of_a_life(path: Path) -> Counter[str]:
     return machine.table.calls
 
 
-# A failed unmapping is tried again, and says nothing where that helps; the end of a capture and the
-# release of a context have nobody behind them who could end what they left.
-_NOT_SWEPT = ("cuMemUnmap", "cuStreamEndCapture", "cuDevicePrimaryCtxRelease")
+# A failed unmapping is tried again, and says nothing where that helps; behind the release of a
+# context there is nobody who could try again.
+_NOT_SWEPT = ("cuMemUnmap", "cuDevicePrimaryCtxRelease")
 
 
 def _fails(path: Path, name: str, nth: int) -> None:
@@ -198,6 +198,21 @@ def test_a_launch_that_fails_while_it_is_captured_is_what_is_told(
     with pytest.raises(DriverError, match="cuLaunchKernel"):
         live_once(machine, tiny)
     assert machine.cards.live() == {}
+
+
+@pytest.mark.parametrize("name", ["cuStreamBeginCapture", "cuLaunchKernel", "cuStreamEndCapture"])
+def test_an_interrupt_during_a_capture_leaves_nothing(
+    machine: Machine, tiny: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def interrupt(*_: object) -> int:
+        monkeypatch.delattr(machine.table, name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine.table, name, interrupt, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        live_once(machine, tiny)
+    assert machine.cards.live() == {}
+    live_once(machine, tiny)
 
 
 def test_a_fork_closes_nothing_of_its_parents(machine: Machine, tiny: Path) -> None:
