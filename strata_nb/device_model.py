@@ -347,8 +347,8 @@ class DeviceModel:
         try:
             return self._step(rows, new, dict(before))
         except BaseException:
-            with suppress(StrataError):
-                self._backend.wait()  # what was begun may still write to the cells
+            with suppress(StrataError):  # what failed first is what is told
+                self._backend.wait()  # what was begun may still use what is moved or freed next
             for sequence, length in before.items():
                 self.kv.rewind(sequence, length)  # the room that it got is free again
             raise
