@@ -18,7 +18,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -40,7 +40,7 @@ from strata_nb.cache.residency import Residency
 from strata_nb.cache.routing import RoutingTrace
 from strata_nb.cache.slots import SlotLayout
 from strata_nb.choosing import write_choices
-from strata_nb.errors import ConfigError
+from strata_nb.errors import ConfigError, DeviceLost, StrataError
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.choices import CHOICE
@@ -50,6 +50,7 @@ from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPlaces, KVPlaces, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options
+from strata_nb.progress import Progress
 from strata_nb.sampling import Choice
 from strata_nb.steps import (
     WINDOW_ROWS,
@@ -101,8 +102,8 @@ class DeviceModel:
         max_rows: int,
         backend: Backend[Any],
         *,
-        progress: Callable[[int, int], object] | None,
-        compiling: Callable[[int, int], object] | None = None,
+        progress: Progress | None,
+        compiling: Progress | None = None,
         say: Callable[[str], None],
         announce: Announce | None = None,
     ) -> None:
@@ -128,8 +129,8 @@ class DeviceModel:
         options: Options,
         ctx_size: int,
         sizes: _Sizes,
-        progress: Callable[[int, int], object] | None,
-        compiling: Callable[[int, int], object] | None,
+        progress: Progress | None,
+        compiling: Progress | None,
         say: Callable[[str], None],
         undo: ExitStack,
     ) -> None:
@@ -233,6 +234,7 @@ class DeviceModel:
                 self.arena.prior[pair] = 1 - rank / (len(order) + 1)
             self.arena.fill(order)
         self._residency = Residency(self.arena, ranks, policy_maker(options), say=say)
+        self.ledger.heat = self._residency.heat
 
     def _emit(
         self,
@@ -366,6 +368,8 @@ class DeviceModel:
         try:
             return self._step(rows, new, dict(before), head)
         except BaseException:
+            with suppress(StrataError):  # what failed first is what is told
+                self._backend.wait()  # what was begun may still use what is moved or freed next
             for sequence, length in before.items():
                 self.kv.rewind(sequence, length)  # the room that it got is free again
             raise
@@ -424,7 +428,7 @@ class DeviceModel:
         return np.ascontiguousarray(tables.transpose(1, 0, 2))
 
     def _run_body(self, rows: int) -> None:
-        if rows <= WINDOW_ROWS:
+        if rows <= WINDOW_ROWS or self._backend.most_rows is not None:
             self._backend.run(self._body, rows)
             return
         first = 0
@@ -550,7 +554,8 @@ class DeviceModel:
             if resources is not None:
                 if self._elastic is not None:
                     self._elastic.flush()
-                resources.close()
+                with suppress(DeviceLost):  # nothing of it is left, and who lost it was told
+                    resources.close()
 
     def _opened(self) -> None:
         if self._resources is None:

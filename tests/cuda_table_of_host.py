@@ -25,7 +25,9 @@ from strata_nb.host import HostDriver
 from strata_nb.host_memory import HostDevice
 
 UNIT = 2 << 20
+USUAL_SHARED_BYTES = 48 << 10  # of a block, of a kernel that asked for nothing
 INVALID_CONTEXT = 201
+ILLEGAL_STATE = 401
 NOT_FOUND = 500
 CAPTURE_UNSUPPORTED = 900
 NAMES = {
@@ -36,6 +38,7 @@ NAMES = {
     100: "CUDA_ERROR_NO_DEVICE",
     101: "CUDA_ERROR_INVALID_DEVICE",
     201: "CUDA_ERROR_INVALID_CONTEXT",
+    401: "CUDA_ERROR_ILLEGAL_STATE",
     500: "CUDA_ERROR_NOT_FOUND",
     600: "CUDA_ERROR_NOT_READY",
     700: "CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -117,6 +120,7 @@ class HostTable:
         self._retained: Counter[int] = Counter()
         self._modules: dict[int, Mapping[str, Kernel]] = {}
         self._functions: dict[int, Kernel] = {}
+        self._most_shared: dict[int, int] = {}  # function -> bytes, where it asked for more
         self._graphs: dict[int, _Graph] = {}
         self._executables: dict[int, _Graph] = {}
         self._captures: dict[int, _Graph] = {}  # stream -> what it has recorded
@@ -344,6 +348,8 @@ class HostTable:
     def _cuLaunchKernel(self, function: int, *rest: Any) -> None:
         grid, block, (shared, stream, parameters, extra) = rest[:3], rest[3:6], rest[6:]
         assert not parameters
+        if shared > self._most_shared.get(function, USUAL_SHARED_BYTES):
+            raise Broken(cuda.INVALID_VALUE)
         launch = Launch(grid, block, shared, _packed(extra))
         run = partial(self._functions[function], launch)
         self._submit(stream, lambda on: self.host.launch_host(on, run))
@@ -386,6 +392,7 @@ class HostTable:
         assert attribute == cuda.MAX_DYNAMIC_SHARED_SIZE_BYTES
         if value > ATTRIBUTES[cuda.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN]:
             raise Broken(cuda.INVALID_VALUE)
+        self._most_shared[function] = value
 
     # Graphs.
 
@@ -394,6 +401,8 @@ class HostTable:
         self._captures[stream] = _Graph()
 
     def _cuStreamEndCapture(self, stream: int, graph: Any) -> None:
+        if stream not in self._captures:
+            raise Broken(ILLEGAL_STATE)
         graph[0] = next(self._numbers)
         self._graphs[graph[0]] = self._captures.pop(stream)
 

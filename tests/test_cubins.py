@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ def test_each_target_has_its_own_code(folder: Path) -> None:
     assert old.image != new.image
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "no code"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "no code", "a number"])
 def test_damaged_code_is_made_again(folder: Path, damage: str) -> None:
     first = Cubins("sm_90")(WANTED, None, quiet)
     (path,) = folder.rglob("*.cubin")
@@ -68,6 +69,7 @@ def test_damaged_code_is_made_again(folder: Path, damage: str) -> None:
             "changed": whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :],
             "empty": b"",
             "no code": b"{}\n",
+            "a number": b"1\n",
         }[damage]
     )
     assert Cubins("sm_90")(WANTED, None, quiet) == first
@@ -102,6 +104,24 @@ def test_a_folder_that_cannot_be_written_is_refused_by_name(
     cubins._folder.cache_clear()
 
 
+@pytest.mark.parametrize("obstacle", ["a folder in the place of a file", "a full disk"])
+def test_code_that_cannot_be_kept_is_refused_with_its_name(
+    folder: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = Cubins("sm_90")
+    path = compiler._path("gated_add")
+    if obstacle == "a full disk":
+        monkeypatch.setattr(cubins, "whole_file", _full_disk)
+    else:
+        path.mkdir()
+    with pytest.raises(ConfigError, match=r"machine code cannot be kept on disk.*gated_add"):
+        compiler(WANTED, None, quiet)
+
+
+def _full_disk(path: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
 def test_who_lacks_the_toolkit_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba.cuda", None)
     gpu_compile._numba.cache_clear()
@@ -114,3 +134,8 @@ def test_who_lacks_the_toolkit_is_told_what_to_install(monkeypatch: pytest.Monke
 def test_a_target_that_the_toolkit_does_not_know_is_named(folder: Path) -> None:
     with pytest.raises(UnsupportedDevice, match="sm_12345"):
         Cubins("sm_12345")(WANTED, None, quiet)
+
+
+def test_a_card_that_is_too_old_is_refused_before_a_model_is_loaded() -> None:
+    with pytest.raises(UnsupportedDevice, match="sm_70, kernels are for sm_75"):
+        Cubins("sm_70")
