@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb.kernels.choices import MOST_BANNED, MOST_RECENT, SHARE_BITS
+from strata_nb.kernels.choices import MOST_BANNED, MOST_RECENT, WHOLE
 from strata_nb.sampling import Choice, recent_tokens
 
 _COLDEST = np.float32(2.0**-100)  # below, divisions would lose what tells tokens apart
@@ -38,8 +38,8 @@ def _write(record: npt.NDArray[Any], choice: Choice) -> bool:
     record["least"] = np.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
     for name in ("repeat_penalty", "presence_penalty", "frequency_penalty", "top_k"):
         record[name] = getattr(sampling, name)
-    record["top_p"] = int(sampling.top_p * 2.0**SHARE_BITS)
-    record["random"] = int(choice.random * 2.0**SHARE_BITS)
+    record["top_p"] = int(sampling.top_p * WHOLE)
+    record["random"] = int(choice.random * WHOLE)
     record["banned_count"], record["recent_count"] = len(banned), len(ids)
     record["banned"][:, : len(banned)] = banned
     record["recent"][:, : len(ids), 0] = ids

@@ -15,12 +15,13 @@ MOST_BANNED = 64
 MOST_RECENT = 1024  # different ones
 
 SHARE_BITS = 30
+WHOLE = 1 << SHARE_BITS
 
 # temperature       above 0; 0: the most likely token
 # least             the logarithm of min_p: so much may a logit be below the largest; may be -inf
 # repeat_penalty, presence_penalty, frequency_penalty    as options.Sampling has them
 # top_k             tokens to keep, 0: all
-# top_p, random     in parts of 2^-SHARE_BITS, rounded down
+# top_p, random     in parts of WHOLE, rounded down
 # banned_count, recent_count    entries of the lists that are used
 # banned            ids that must not be drawn
 # recent            ids that the penalties are for, each once, and how often each came

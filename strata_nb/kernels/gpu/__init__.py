@@ -15,6 +15,6 @@ rotation.py, planes.py, attention.py         positions, the K/V, attention over 
 normalising.py, activations.py, gating.py    norms, quantising, gates of rows
 routing.py                                   the router's choice, and rows sorted by expert
 experts.py                                   the chosen experts of all rows
-sampling.py                                  the next token
+sampling.py, weighing.py                     the next token
 exponential.py                               exp, sigmoid and silu
 """

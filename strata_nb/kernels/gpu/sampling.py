@@ -1,17 +1,11 @@
 """Choose the next token on a card, by the rule of `sampling.py`, so that only its id is fetched.
 
 A block has a row. Whatever top_k, top_p and min_p keep is a prefix of one order: descending logit,
-then ascending id. So nothing is sorted; three facts do instead:
-
-    depth    how many floats lie between a token's logit and the largest: a whole number, 0 for the
-             most likely token, equal for equal logits
-    weight   exp((logit - largest) / temperature) in whole parts of 2^-40, so that a sum of weights
-             has no order. Counting is weighing at an infinite temperature.
-    edge     a prefix: all tokens of a depth below the edge, and the first few at the edge itself.
-             These weigh the same, so their number is enough until the very end.
-
-`_search` finds the token at which the weights of the prefix pass a sum, 8 bits of its depth at a
-time: that is the last one of top_k, the last one of top_p, and the one that is drawn.
+then ascending id. So nothing is sorted. Tokens have depths and weights (`weighing.py`), and a
+prefix is an *edge*: all tokens of a depth below it, and the first few at the edge itself. These
+weigh the same, so their number is enough until the very end. Searches find the token at which the
+weights of a prefix pass a sum: that is the last one of top_k, the last one of top_p, and the one
+that is drawn.
 
 Each thread has its own tokens, every `threads`-th, and moves those that may still be chosen to the
 front of its places (`_keep`), so that only the first passes see the whole vocabulary. For top_k the
@@ -25,45 +19,42 @@ within about 1e-6 of the border between two tokens.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any
 
 from strata_nb.errors import UnsupportedDevice
-from strata_nb.kernels.choices import CHOICE, SHARE_BITS, offset
-from strata_nb.kernels.gpu.exponential import exp
+from strata_nb.kernels.choices import CHOICE, WHOLE, offset
 from strata_nb.kernels.gpu.intrinsics import (
-    WARP,
     barrier,
-    bits_of_f32,
     block_x,
     f32,
-    f32_of_bits,
     f32_of_i32,
     i32,
     i64,
     load_f32,
     load_i32,
     load_i64,
-    shared_add_i64,
-    shared_load_i32,
-    shared_load_i64,
-    shared_store_i32,
-    shared_store_i64,
     store_i32,
     store_i64,
     thread_index,
-    truncated_i64,
 )
-from strata_nb.kernels.gpu.operations import (
-    MOST_REGISTERS,
-    Arguments,
-    GpuKernel,
-    Grid,
-    warp_max_i32,
+from strata_nb.kernels.gpu.operations import MOST_REGISTERS, Arguments, GpuKernel, Grid
+from strata_nb.kernels.gpu.weighing import (
+    INFINITE_KEY,
+    INFINITY,
+    MOST_TOKENS,
+    SHARED_BYTES,
+    UNIT_BITS,
+    VANISHING,
+    WORD_MASK,
+    block_max,
+    depth_at,
+    float_of,
+    key_of,
+    search,
+    share_of,
+    sum_up_to,
 )
-
-MOST_VOCABULARY = 1 << 22  # the sum of all weights has 62 bits then
 
 _TEMPERATURE, _LEAST = offset("temperature"), offset("least")
 _REPEAT, _PRESENCE = offset("repeat_penalty"), offset("presence_penalty")
@@ -72,185 +63,6 @@ _TOP_P, _RANDOM = offset("top_p"), offset("random")
 _BANNED_COUNT, _RECENT_COUNT = offset("banned_count"), offset("recent_count")
 _BANNED, _RECENT = offset("banned"), offset("recent")
 _RECORD_BYTES = CHOICE.itemsize
-
-_INFINITY = math.inf
-_INFINITE_KEY = 0x7F800000  # of +infinity; its negative is -infinity's
-_NAN_KEY = 0x7FFFFFFF
-_LOWEST_BITS = -(1 << 31)  # the sign of a float32
-_UNIT_BITS = 40
-_UNIT = 1 << _UNIT_BITS  # the weight of the most likely token
-_ALL = 1 << SHARE_BITS
-_VANISHING = 28.0  # exp(-28) is less than 2^-40
-_WORD_MASK = 0xFFFFFFFF
-
-# Shared memory: a histogram of weights, its groups' sums, what a search found, warps' maxima.
-_BINS, _GROUPS = 256, 16
-_GROUPS_AT = 8 * _BINS
-_FOUND_AT = _GROUPS_AT + 8 * _GROUPS
-_MAXIMA_AT = _FOUND_AT + 8 * 2
-_SHARED_BYTES = _MAXIMA_AT + 4 * WARP
-
-# -- logits as whole numbers -----------------------------------------------------------------------
-
-
-def _key_of(x: Any) -> Any:
-    """Return an i64 that is ordered as floats are, 0 for both zeros; NaN comes above all."""
-    bits = i64(bits_of_f32(x))
-    key = bits if bits >= 0 else _LOWEST_BITS - bits
-    return key if x == x else i64(_NAN_KEY)
-
-
-def _float_of(key: Any) -> Any:
-    return f32_of_bits(i32(key if key >= 0 else _LOWEST_BITS - key))
-
-
-def _weight(depth: Any, best: Any, temperature: Any) -> Any:
-    """Return what a token of a depth below the key `best` weighs."""
-    if temperature == f32(_INFINITY):
-        return i64(_UNIT)
-    below = (_float_of(best - depth) - _float_of(best)) / temperature
-    return truncated_i64(exp(below) * f32(_UNIT))
-
-
-def _depth_at(score: Any, best: Any) -> Any:
-    """Return the depth of a score, -infinity and what is below the lowest float among it."""
-    return best - max(_key_of(score), i64(1 - _INFINITE_KEY))
-
-
-def _share(total: Any, parts: Any, less: Any) -> Any:
-    """Return total * parts / 2^SHARE_BITS rounded down, or what is below it if `less` is 1."""
-    low = (total & (_ALL - 1)) * parts - less
-    return (total >> SHARE_BITS) * parts + (low >> SHARE_BITS)
-
-
-# -- the threads together --------------------------------------------------------------------------
-
-
-def _block_max(x: Any, thread: Any, threads: Any) -> Any:
-    """Return the largest of the block's i32, the same in each thread; begins with a barrier."""
-    x = warp_max_i32(i32(x))
-    barrier()
-    if thread & 31 == 0:
-        shared_store_i32(_MAXIMA_AT + 4 * (thread >> 5), x)
-    barrier()
-    lane = thread & 31
-    x = shared_load_i32(_MAXIMA_AT + 4 * (lane if lane < threads // WARP else 0))
-    return i64(warp_max_i32(x))
-
-
-def _empty_bins(thread: Any, threads: Any) -> None:
-    place = thread
-    while place < _BINS:
-        shared_store_i64(8 * place, i64(0))
-        place += threads
-    barrier()
-
-
-def _add_groups(thread: Any) -> None:
-    """Sum the bins by groups."""
-    barrier()
-    if thread < _GROUPS:
-        total, place = i64(0), i64(0)
-        while place < _BINS // _GROUPS:
-            total += shared_load_i64(8 * (_BINS // _GROUPS * thread + place))
-            place += 1
-        shared_store_i64(_GROUPS_AT + 8 * thread, total)
-    barrier()
-
-
-def _find_bin(passed: Any, before: Any) -> None:
-    """Leave the first bin at which a sum passes, _BINS if none, and the sum before it."""
-    group = i64(0)
-    while group < _GROUPS:
-        more = shared_load_i64(_GROUPS_AT + 8 * group)
-        if before + more > passed:
-            break
-        before += more
-        group += 1
-    number = group * (_BINS // _GROUPS)
-    while number < _BINS:
-        more = shared_load_i64(8 * number)
-        if before + more > passed:
-            break
-        before += more
-        number += 1
-    shared_store_i64(_FOUND_AT, number)
-    shared_store_i64(_FOUND_AT + 8, before)
-
-
-def _search(
-    values: Any,
-    stride: Any,
-    count: Any,
-    thread: Any,
-    threads: Any,
-    reach: Any,
-    passed: Any,
-    best: Any,
-    temperature: Any,
-) -> Any:
-    """Find the value at which the weights, in ascending order of value, pass a sum.
-
-    values         address of this thread's first; `count` of them, `stride` bytes apart, 32 bits
-    reach          no value of any thread is above it
-    best           what they are depths below; of no account at an infinite temperature
-
-    Returns it, and how many of its equals come before the one that passes; -1 and 0 if none does.
-    """
-    shift, start, before = i64(24), i64(0), i64(0)
-    while shift > 0 and reach >> shift == 0:
-        shift -= 8
-    while shift >= 0:
-        _empty_bins(thread, threads)
-        number = i64(0)
-        while number < count:
-            value = i64(load_i32(values + stride * number)) & _WORD_MASK
-            place = (value - start) >> shift
-            if 0 <= place < _BINS:
-                shared_add_i64(8 * place, _weight(value, best, temperature))
-            number += 1
-        _add_groups(thread)
-        if thread == 0:
-            _find_bin(passed, before)
-        barrier()
-        found = shared_load_i64(_FOUND_AT)
-        before = shared_load_i64(_FOUND_AT + 8)
-        if found == _BINS:
-            return i64(-1), i64(0)
-        start += found << shift
-        shift -= 8
-    return start, (passed - before) // _weight(start, best, temperature)
-
-
-def _sum(
-    depths: Any,
-    stride: Any,
-    count: Any,
-    thread: Any,
-    threads: Any,
-    edge: Any,
-    ties: Any,
-    best: Any,
-    temperature: Any,
-) -> Any:
-    """Return the weights of the prefix up to an edge, the same in each thread."""
-    total, number = i64(0), i64(0)
-    while number < count:
-        depth = i64(load_i32(depths + stride * number)) & _WORD_MASK
-        if depth < edge:
-            total += _weight(depth, best, temperature)
-        number += 1
-    _empty_bins(thread, threads)
-    shared_add_i64(8 * (thread & (_BINS - 1)), total)
-    _add_groups(thread)
-    total, number = i64(0), i64(0)
-    while number < _GROUPS:
-        total += shared_load_i64(_GROUPS_AT + 8 * number)
-        number += 1
-    if ties > 0:
-        total += ties * _weight(edge, best, temperature)
-    return total
-
 
 # -- a thread's own tokens -------------------------------------------------------------------------
 
@@ -270,7 +82,7 @@ def _write_keys(
     """Write the keys of all tokens after penalties and bans."""
     token = thread
     while token < vocabulary:
-        store_i32(keys + 4 * token, i32(_key_of(load_f32(logits + 4 * token))))
+        store_i32(keys + 4 * token, i32(key_of(load_f32(logits + 4 * token))))
         token += threads
     barrier()
     entry, entries = thread, i64(load_i32(choice + _RECENT_COUNT))
@@ -278,13 +90,13 @@ def _write_keys(
         place = choice + _RECENT + 8 * entry
         token = i64(load_i32(place))
         score = _penalised(load_f32(logits + 4 * token), load_i32(place + 4), choice)
-        store_i32(keys + 4 * token, i32(_key_of(score)))
+        store_i32(keys + 4 * token, i32(key_of(score)))
         entry += threads
     barrier()
     entry, entries = thread, i64(load_i32(choice + _BANNED_COUNT))
     while entry < entries:
         token = i64(load_i32(choice + _BANNED + 4 * entry))
-        store_i32(keys + 4 * token, i32(-_INFINITE_KEY))
+        store_i32(keys + 4 * token, i32(-INFINITE_KEY))
         entry += threads
     barrier()
 
@@ -319,7 +131,7 @@ def _keep(depths: Any, ids: Any, stride: Any, count: Any, least: Any, most: Any)
     """Move the tokens of depths least .. most to the front; return how many there are."""
     number, kept = i64(0), i64(0)
     while number < count:
-        depth = i64(load_i32(depths + stride * number)) & _WORD_MASK
+        depth = i64(load_i32(depths + stride * number)) & WORD_MASK
         if least <= depth <= most:
             store_i32(depths + stride * kept, i32(depth))
             store_i32(ids + stride * kept, load_i32(ids + stride * number))
@@ -328,18 +140,90 @@ def _keep(depths: Any, ids: Any, stride: Any, count: Any, least: Any, most: Any)
     return kept
 
 
-# Stages of a choice: each searches for where its sum is passed.
+# -- the stages of a choice ------------------------------------------------------------------------
+
 _OUTLINE = 0  # a bound for top_k, among the most likely tokens of each thread
-_OF_TOP_K, _OF_TOP_P, _DRAW = 1, 2, 3
+_OF_TOP_K = 1
+_OF_TOP_P = 2  # and of min_p
+_DRAW = 3
 _BY_ID = 4  # among equals of the one that is drawn
 
-# -- the kernel ------------------------------------------------------------------------------------
 
+def _first_largest(keys: Any, stride: Any, count: Any, first: Any) -> Any:
+    """Return the largest of a thread's keys, and the lowest id that has it."""
+    most, token, number = i64(-INFINITE_KEY), i64(0), i64(0)
+    while number < count:
+        key = i64(load_i32(keys + stride * number))
+        if key > most:
+            most, token = key, first + (stride >> 2) * number
+        number += 1
+    return most, token
+
+
+def _draw(
+    choice: Any,
+    depths: Any,
+    ids: Any,
+    stride: Any,
+    count: Any,
+    thread: Any,
+    threads: Any,
+    vocabulary: Any,
+    best: Any,
+    reach: Any,
+) -> Any:
+    """Return the token that is drawn from those up to a depth, the same in each thread.
+
+    The stages are turns of one loop, so that the code of a search is there once: a lone block waits
+    for code too, and spelled out it takes twice as many bytes.
+    """
+    top_k, top_p = i64(load_i32(choice + _TOP_K)), i64(load_i32(choice + _TOP_P))
+    stage = i64(_OUTLINE if top_k <= threads else _OF_TOP_K)
+    if top_k == 0 or top_k >= vocabulary:
+        stage = i64(_OF_TOP_P)
+    edge, ties, before = reach + 1, i64(0), i64(0)
+    while stage <= _BY_ID:
+        searches = stage != _OF_TOP_P or top_p < WHOLE
+        heat, passed = f32(INFINITY), i64(0)
+        if stage <= _OF_TOP_K:
+            passed = (top_k - 1) << UNIT_BITS
+        elif stage == _BY_ID:
+            passed = before << UNIT_BITS
+        elif searches:
+            heat = f32(1.0) if stage == _OF_TOP_P else load_f32(choice + _TEMPERATURE)
+            total = sum_up_to(depths, stride, count, thread, threads, edge, ties, best, heat)
+            share = top_p if stage == _OF_TOP_P else i64(load_i32(choice + _RANDOM))
+            # The prefix of top_p reaches its share, the token that is drawn goes beyond.
+            passed = share_of(total, share, i64(1 if stage == _OF_TOP_P else 0))
+        if stage == _OF_TOP_P:
+            bottom = depth_at(float_of(best) + load_f32(choice + _LEAST), best) + 1
+            if bottom <= edge:
+                edge, ties = bottom, i64(0)
+            reach = edge if ties > 0 else edge - 1
+        if stage > _OUTLINE:
+            least = reach if stage == _BY_ID else i64(0)
+            count = _keep(depths, ids, stride, count, least, reach)
+        if searches:
+            values = ids if stage == _BY_ID else depths
+            searched = min(count, i64(1)) if stage == _OUTLINE else count
+            reach = vocabulary - 1 if stage == _BY_ID else reach
+            found, before = search(
+                values, stride, searched, thread, threads, reach, passed, best, heat
+            )
+            if found >= 0:
+                reach = found
+                edge = found + 1 if stage == _OUTLINE else found
+                ties = i64(0) if stage == _OUTLINE else before + 1
+        stage += 1
+    return reach
+
+
+# -- the kernel ------------------------------------------------------------------------------------
 
 # (the largest vocabulary, threads of a block). Of the most that a block may have, 1,024, each would
 # have 64 registers, and this kernel needs more.
 _THREADS = ((1024, 64), (8192, 256))
-_MOST_THREADS = 768
+_MOST_THREADS = 640
 _CARD_REGISTERS = 1 << 16  # of all threads that run at once
 
 
@@ -353,85 +237,29 @@ def _of_threads(threads: int) -> GpuKernel:
         row, thread = i64(block_x()), i64(thread_index())
         if row >= load_i64(rows):
             return
-        choice, result = choices + _RECORD_BYTES * row, chosen + 8 * row
-        keys = work + 8 * vocabulary * row
+        choice, keys = choices + _RECORD_BYTES * row, work + 8 * vocabulary * row
         _write_keys(keys, logits + 4 * vocabulary * row, choice, vocabulary, thread, threads)
 
-        ids = keys + 4 * vocabulary + 4 * thread
-        own = keys + 4 * thread
+        own, ids = keys + 4 * thread, keys + 4 * (vocabulary + thread)
         count = (vocabulary - thread + threads - 1) // threads
-        most, where, number = i64(-_INFINITE_KEY), i64(0), i64(0)
-        while number < count:
-            key = i64(load_i32(own + stride * number))
-            if key > most:
-                most, where = key, thread + threads * number
-            number += 1
-        best = _block_max(most, thread, threads)
-        if best >= _INFINITE_KEY or best <= -_INFINITE_KEY:
-            if thread == 0:
-                store_i64(result, i64(-1))
-            return
+        most, token = _first_largest(own, stride, count, thread)
+        best = block_max(most, thread, threads)
         temperature = load_f32(choice + _TEMPERATURE)
-        if temperature == f32(0.0):
-            token = -_block_max(-where if most == best else -MOST_VOCABULARY, thread, threads)
-            if thread == 0:
-                store_i64(result, token)
-            return
-
-        # What weighs nothing at both temperatures is left out whatever comes.
-        largest, warmest = _float_of(best), f32(1.0)
-        warmest = temperature if temperature > warmest else warmest
-        reach = _depth_at(largest - f32(_VANISHING) * warmest, best)
-        count = _gather(own, ids, stride, count, thread, best, reach)
-
-        top_k, top_p = i64(load_i32(choice + _TOP_K)), i64(load_i32(choice + _TOP_P))
-        stage = i64(_OUTLINE if top_k <= threads else _OF_TOP_K)
-        if top_k == 0 or top_k >= vocabulary:
-            stage = i64(_OF_TOP_P)
-        edge, ties, before, above = reach + 1, i64(0), i64(0), i64(0)
-        while stage <= _BY_ID:
-            values, searched, heat, passed = own, count, f32(_INFINITY), i64(0)
-            if stage <= _OF_TOP_K:
-                passed = (top_k - 1) << _UNIT_BITS
-            elif stage == _BY_ID:
-                passed = before << _UNIT_BITS
-            else:
-                heat = f32(1.0) if stage == _OF_TOP_P else temperature
-                total = _sum(own, stride, count, thread, threads, edge, ties, best, heat)
-                share = top_p if stage == _OF_TOP_P else i64(load_i32(choice + _RANDOM))
-                # The prefix of top_p reaches its share, the token that is drawn goes beyond.
-                passed = _share(total, share, i64(1 if stage == _OF_TOP_P else 0))
-            if stage == _OF_TOP_P:
-                below = _depth_at(largest + load_f32(choice + _LEAST), best) + 1
-                if below <= edge:
-                    edge, ties = below, i64(0)
-                reach = edge if ties > 0 else edge - 1
-            if stage == _OUTLINE:
-                searched = min(count, i64(1))
-            else:
-                count = _keep(own, ids, stride, count, above, reach)
-                searched = count
-            if stage == _BY_ID:
-                values, reach = ids, vocabulary - 1
-            found, before = _search(
-                values, stride, searched, thread, threads, reach, passed, best, heat
-            )
-            if found >= 0:
-                reach = found
-                if stage == _OUTLINE:
-                    edge = found + 1
-                else:
-                    edge, ties = found, before + 1
-            if stage == _DRAW:
-                above = found
-            stage += 1
+        if best >= INFINITE_KEY or best <= -INFINITE_KEY:
+            token = i64(-1)
+        elif temperature == f32(0.0):
+            token = -block_max(-token if most == best else -MOST_TOKENS, thread, threads)
+        else:
+            # What weighs nothing at either temperature is left out from the start.
+            warmest = temperature if temperature > f32(1.0) else f32(1.0)
+            reach = depth_at(float_of(best) - f32(VANISHING) * warmest, best)
+            count = _gather(own, ids, stride, count, thread, best, reach)
+            token = _draw(choice, own, ids, stride, count, thread, threads, vocabulary, best, reach)
         if thread == 0:
-            store_i64(result, reach)
+            store_i64(chosen + 8 * row, token)
 
     registers = min(MOST_REGISTERS, _CARD_REGISTERS // threads // 8 * 8)
-    return GpuKernel(
-        f"sample_{threads}", sample, threads, _grid, lambda _: _SHARED_BYTES, registers
-    )
+    return GpuKernel(f"sample_{threads}", sample, threads, _grid, lambda _: SHARED_BYTES, registers)
 
 
 def _grid(_: Arguments, most_rows: int) -> Grid:
@@ -444,9 +272,9 @@ def sample_kernel(vocabulary: int) -> GpuKernel:
     Reads 4 bytes of each logit, writes and reads 4 of work three times, and moves little else where
     top_k, min_p or the temperature leave few tokens. UnsupportedDevice for more than 2^22 tokens.
     """
-    if vocabulary > MOST_VOCABULARY:
+    if vocabulary > MOST_TOKENS:
         raise UnsupportedDevice(
-            f"a card chooses among at most {MOST_VOCABULARY:,} tokens, not {vocabulary:,}",
+            f"a card chooses among at most {MOST_TOKENS:,} tokens, not {vocabulary:,}",
             hint="compute on the processor: --device host",
         )
     return _of_threads(
