@@ -188,10 +188,11 @@ def test_repetition_makes_every_logit_smaller(gpu: Run) -> None:
     assert drawn(gpu, logits, choices) == [1, 1, 0]
 
 
-def test_min_p_holds_also_just_above_the_last_of_top_k(gpu: Run) -> None:
-    logits = np.array([[100.0, np.nextafter(np.float32(100), np.float32(0)), 0]], np.float32)
-    choice = Choice((), replace(PURE, top_k=2, min_p=1.0), 0.9)
-    assert drawn(gpu, logits, [choice]) == [0]
+def test_min_p_holds_also_just_above_the_last_of_top_k_or_top_p(gpu: Run) -> None:
+    logits = np.array([[100.0, np.nextafter(np.float32(100), np.float32(0)), 0]] * 2, np.float32)
+    most = replace(PURE, min_p=1.0)
+    choices = [Choice((), replace(most, **one), 0.9) for one in ({"top_k": 2}, {"top_p": 0.6})]
+    assert drawn(gpu, logits, choices) == [0, 0]
 
 
 def test_what_was_banned_may_be_anything(gpu: Run) -> None:

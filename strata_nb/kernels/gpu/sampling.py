@@ -211,9 +211,7 @@ def _draw(
                 values, stride, searched, thread, threads, reach, passed, best, heat
             )
             if found >= 0:
-                reach = found
-                edge = found + 1 if stage == _OUTLINE else found
-                ties = i64(0) if stage == _OUTLINE else before + 1
+                reach, edge, ties = found, found, before + 1
         stage += 1
     return reach
 
