@@ -19,7 +19,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,11 +39,10 @@ from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_pro
 from strata_nb.cache.residency import Residency
 from strata_nb.cache.routing import RoutingTrace
 from strata_nb.cache.slots import SlotLayout
-from strata_nb.choosing import write_choices
+from strata_nb.device_heads import Heads, Record
 from strata_nb.errors import ConfigError, DeviceLost, StrataError
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
-from strata_nb.kernels.choices import CHOICE
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
 from strata_nb.loading_pieces import LoadProgress
 from strata_nb.models.description import Description
@@ -59,7 +58,6 @@ from strata_nb.steps import (
     Result,
     Row,
     closed_error,
-    draw,
 )
 from strata_nb.tracing import Announce
 
@@ -219,9 +217,10 @@ class DeviceModel:
             raise AssertionError(f"buffers of {placed_bytes:,} bytes in {buffer_bytes:,}")
         self._programs = emitted
         programs = [emitted.body, emitted.head, emitted.choice]
-        self._body, self._head, self._choice = backend.prepare(programs)
+        self._body, head, choice = backend.prepare(programs)
         _write_rope_table(file, model, backend, base, ctx_size)
-        self._record = _Record(emitted)
+        self._record = Record(emitted)
+        self._heads = Heads(backend, emitted, self._record, head, choice, model.vocab_size)
         self._elastic = ElasticKV(self.ledger, rules, say=say) if rules is not None else None
         if self._elastic is not None:
             self._elastic.reconsider()
@@ -344,10 +343,10 @@ class DeviceModel:
                 self._elastic.before_step({sequence: cells})
 
     def step(self, rows: Sequence[Row]) -> Floats:
-        return self._whole_step(rows, self._run_head)
+        return self._whole_step(rows, self._heads.logits)
 
     def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
-        return self._whole_step(rows, lambda wanted: self._draw(wanted, how))
+        return self._whole_step(rows, lambda wanted: self._heads.tokens(wanted, how))
 
     def _whole_step(self, rows: Sequence[Row], head: Callable[[list[int]], Result]) -> Result:
         """Read rows; return what `head` returns, which is called with the rows it is for."""
@@ -436,52 +435,6 @@ class DeviceModel:
             self._backend.run(self._body, rows, first, end)
             first = end
 
-    def _run_head(self, wanted: Sequence[int]) -> Floats:
-        logits = np.empty((len(wanted), self.description.vocab_size), np.float32)
-        at_a_time = self._programs.head_rows
-        for start in range(0, len(wanted), at_a_time):
-            some = wanted[start : start + at_a_time]
-            self._begin_head(some)
-            self._backend.fetch(self._programs.logits, logits[start : start + len(some)])
-        return logits
-
-    def _begin_head(self, wanted: Sequence[int]) -> None:
-        self._record.want(wanted)
-        self._backend.send(self._record.address, self._record.words)
-        self._backend.run(self._head, len(wanted))
-
-    def _draw(self, wanted: Sequence[int], how: Sequence[Choice]) -> list[int]:
-        """Return a token for each wanted row: drawn on the device if it can, else from logits."""
-        if self._backend.chooses_tokens:
-            records = np.zeros(len(wanted), CHOICE)
-            if write_choices(records, how):
-                return self._draw_on_device(wanted, how, records)
-        return draw(self._run_head(wanted), how)
-
-    def _draw_on_device(
-        self, wanted: Sequence[int], how: Sequence[Choice], records: npt.NDArray[Any]
-    ) -> list[int]:
-        """Return a token for each wanted row; `records` say the same as `how`."""
-        tokens = np.empty(len(wanted), np.int64)
-        at_a_time = self._programs.head_rows
-        for start in range(0, len(wanted), at_a_time):
-            some = slice(start, start + at_a_time)
-            self._begin_head(wanted[some])
-            self._backend.send(self._programs.choices, records[some])
-            self._backend.run(self._choice, len(records[some]))
-            self._backend.fetch(self._programs.drawn, tokens[some])
-            if np.any(tokens[some] < 0):
-                self._refuse(how[some])
-        drawn: list[int] = tokens.tolist()
-        return drawn
-
-    def _refuse(self, how: Sequence[Choice]) -> NoReturn:
-        """Raise what the host says of logits from which the device could draw no token."""
-        logits = np.empty((len(how), self.description.vocab_size), np.float32)
-        self._backend.fetch(self._programs.logits, logits)
-        tokens = draw(logits, how)
-        raise AssertionError(f"the device draws no token where the host draws {tokens}")
-
     # The rest.
 
     def report(self) -> ModelReport:
@@ -569,43 +522,6 @@ class DeviceModel:
                 self.kv.close_sequence(self._forgotten[0])
                 self._tell("sequence", sequence=self._forgotten[0], state="closed")
             self._forgotten.popleft()
-
-
-class _Record:
-    """The host's copy of a step's record: `words` go to `address` before each run."""
-
-    def __init__(self, programs: Programs) -> None:
-        record, rows, head_rows = programs.record, programs.max_rows, programs.head_rows
-        self.address = record.rows
-        end = record.wanted_rows + 8 * head_rows
-        self.words = np.zeros((end - self.address) // 8, np.int64)
-
-        def part(address: int, count: int) -> npt.NDArray[np.int64]:
-            first = (address - self.address) // 8
-            return self.words[first : first + count]
-
-        self._rows, self._wanted = part(record.rows, 1), part(record.wanted, 1)
-        self._tokens = part(record.tokens, rows)
-        self._sequences = part(record.sequences, rows)
-        self._positions = part(record.positions, rows)
-        self._wanted_rows = part(record.wanted_rows, head_rows)
-
-    def write(self, rows: Sequence[Row], lengths: dict[int, int]) -> None:
-        """Write rows, each at the next position of its sequence; `lengths` is used up."""
-        count = len(rows)
-        positions = []
-        for row in rows:
-            positions.append(lengths[row.sequence])
-            lengths[row.sequence] += 1
-        self._rows[0] = count
-        self._tokens[:count] = [row.token for row in rows]
-        self._sequences[:count] = [row.sequence for row in rows]
-        self._positions[:count] = positions
-
-    def want(self, rows: Sequence[int]) -> None:
-        """Write which rows the head is for."""
-        self._wanted[0] = len(rows)
-        self._wanted_rows[: len(rows)] = rows
 
 
 def _measure(file: GGUFFile, model: Description, options: Options, ctx_size: int) -> _Sizes:

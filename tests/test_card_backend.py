@@ -115,7 +115,7 @@ def test_logits_that_the_card_cannot_use_are_reported_as_the_host_reports_them(
 
         def damaged(program: Any, *given: Any) -> None:
             run(program, *given)
-            if program is model._head:
+            if program is model._heads._head:
                 bad = np.full(model.description.vocab_size, np.nan, np.float32)
                 model._backend.send(model._programs.logits, bad)
 

@@ -19,6 +19,8 @@ from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
 from strata_nb.kernels.reference import Floats
 from strata_nb.models.places import Buffers
+from strata_nb.sampling import Choice, uniform
+from strata_nb.steps import Row, draw
 
 pytestmark = pytest.mark.gpu
 
@@ -76,14 +78,29 @@ def test_a_row_has_the_same_bits_beside_rows_of_other_sequences(
 
 def _together(model: DeviceModel, texts: Sequence[Sequence[int]]) -> Floats:
     """Return the logits of the first of some texts that are read beside each other."""
-    from strata_nb.steps import Row
-
     sequences = [model.open_sequence() for _ in texts]
     logits = []
     for tokens in zip(*texts, strict=True):
         rows = [Row(s, token, True) for s, token in zip(sequences, tokens, strict=True)]
         logits.append(model.step(rows)[0])
     return np.stack(logits)
+
+
+def test_tokens_are_those_that_the_host_draws_from_the_logits(model_file: Path) -> None:
+    every = [
+        Sampling(temperature=0),
+        Sampling(),
+        Sampling(top_k=0, min_p=0.0),
+        Sampling(top_k=0, top_p=1.0, min_p=0.0, temperature=1.5),
+        Sampling(presence_penalty=1.0, repeat_penalty=1.2, frequency_penalty=0.1),
+    ]
+    choices = [Choice(IDS, one, uniform(1, 0, number)) for number, one in enumerate(every)]
+    with on_card(model_file) as model:
+        sequence = model.open_sequence()
+        rows = [Row(sequence, token, True) for token in IDS[: len(every)]]
+        tokens = model.choose(rows, choices)
+        model.rewind(sequence, 0)
+        assert draw(model.step(rows), choices) == tokens
 
 
 @pytest.mark.parametrize("share", [0.5, 0.1])
