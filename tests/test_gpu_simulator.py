@@ -14,10 +14,14 @@ from strata_nb.kernels.gpu.intrinsics import (
     fetch_f32,
     i64,
     load_f32,
+    shared_add_i64,
     shared_load_f32,
+    shared_load_i64,
     shared_store_f32,
+    shared_store_i64,
     shuffle_xor_f32,
     store_f32,
+    store_i64,
     thread_index,
 )
 from strata_nb.kernels.gpu.operations import warp_sum
@@ -62,6 +66,21 @@ def test_a_barrier_that_lacks_shows_in_one_of_two_blocks(writer: int) -> None:
     y = np.zeros(2, np.float32)
     gpu_simulator.run(kernel, (2, 1, 1), 64, 4, [y.ctypes.data], Memory([y]))
     assert sorted(y == 1) == [False, True]
+
+
+def test_additions_to_one_place_of_shared_memory_all_count() -> None:
+    def kernel(y: int) -> None:
+        thread = i64(thread_index())
+        if thread == 0:
+            shared_store_i64(8, i64(-5))
+        barrier()
+        shared_add_i64(8, thread << 40)
+        barrier()
+        store_i64(y + 8 * thread, shared_load_i64(8))
+
+    y = np.zeros(64, np.int64)
+    run(kernel, y, threads=64)
+    assert np.all(y == (sum(range(64)) << 40) - 5)
 
 
 def test_an_address_outside_the_arrays_is_a_fault() -> None:

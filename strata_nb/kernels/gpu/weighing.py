@@ -75,12 +75,12 @@ def weight(depth: Any, best: Any, temperature: Any) -> Any:
 
 
 def depth_at(score: Any, best: Any) -> Any:
-    """Return the depth of a score, -infinity and what is below the lowest float among it."""
+    """Return the depth of a score; -infinity counts as the lowest float."""
     return best - max(key_of(score), i64(1 - INFINITE_KEY))
 
 
 def share_of(total: Any, parts: Any, less: Any) -> Any:
-    """Return total * parts / 2^SHARE_BITS rounded down, or what is below it if `less` is 1."""
+    """Return total * parts / WHOLE rounded down, for `less` 1 the last whole number below it."""
     low = (total & (WHOLE - 1)) * parts - less
     return (total >> SHARE_BITS) * parts + (low >> SHARE_BITS)
 
