@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
-from strata_nb.errors import UnsupportedDevice
 from strata_nb.execution import Driver
 from strata_nb.host import HostDriver, parse_host_devices
 from strata_nb.kernels.host.ahead import compile_ahead
@@ -28,6 +27,7 @@ from strata_nb.tracing import Recorder, RecordingDriver
 
 Progress = Callable[[int, int], object]
 Say = Callable[[str], object]
+Record = Callable[[str], Recorder | None]
 Prepared = TypeVar("Prepared")  # a program in the form that a backend runs
 
 
@@ -182,30 +182,23 @@ class HostBackend:
         self._spaces.clear()
 
 
-def open_backend(device: str, threads: int, recorder: Recorder | None = None) -> Backend[Any]:
-    """Return the backend of a device as `--device` names it.
+def open_backend(device: str, threads: int, record: Record = lambda _: None) -> Backend[Any]:
+    """Return the backend of a device as `--device` names it, unless that is "auto".
 
     UnsupportedDevice where there is no such card, or nothing to compile kernels for it.
+
+    record   called with the device's name: returns what writes down what its driver is asked
     """
     if not device.startswith("cuda"):
-        return HostBackend(device, threads, recorder)
-    # Here, because a host device does without them.
-    from strata_nb.card_backend import CardBackend
-    from strata_nb.driver import CudaDriver
-    from strata_nb.kernels.gpu.cubins import Cubins
+        return HostBackend(device, threads, record(device))
+    from strata_nb.card_opening import open_card  # host devices do without cards
 
-    number = int(device.partition(":")[2] or 0)
-    driver = CudaDriver()
-    try:
-        if number >= driver.device_count:
-            raise UnsupportedDevice(
-                f"--device {device}: there are {driver.device_count} cards, 0 to "
-                f"{driver.device_count - 1}",
-                hint="strata_nb devices lists them",
-            )
-        major, minor = driver.card_facts(number).capability
-        compiler = Cubins(f"sm_{major}{minor}")
-    except BaseException:
-        driver.close()
-        raise
-    return CardBackend(device, driver, number, compiler, threads, recorder)
+    return open_card(device, threads, record)
+
+
+def choose_backend(threads: int, record: Record = lambda _: None) -> tuple[Backend[Any], str]:
+    """Return the backend of the first card that can be used, or else of the host, and why it is."""
+    from strata_nb.card_opening import open_first_card
+
+    card, reason = open_first_card(threads, record)
+    return card or HostBackend("host", threads, record("host")), reason

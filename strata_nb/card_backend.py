@@ -17,6 +17,7 @@ waits a microsecond or two for it, at every layer).
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
+from strata_nb.compiling import not_kept
 from strata_nb.execution import Driver, ProgramDriver
 from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
 from strata_nb.kernels.gpu.operations import GpuKernel
@@ -100,6 +102,7 @@ class CardBackend:
     ) -> None:
         self.name, self.device, self.threads = text, device, threads
         self.warnings: list[str] = []
+        self._process = os.getpid()
         self._card = driver
         self._compiler = compiler
         self._machine: dict[str, Machine] = {}
@@ -134,7 +137,10 @@ class CardBackend:
                 kernel = gpu_kernel(one)
                 if kernel is not None and kernel.name not in self._machine:
                     wanted[kernel.name] = (kernel, argument_kinds(one))
-        self._machine.update(self._compiler(list(wanted.values()), progress, say))
+        try:
+            self._machine.update(self._compiler(list(wanted.values()), progress, say))
+        except OSError as error:  # a full disk, a folder of somebody else
+            raise not_kept(error) from error
 
     def prepare(self, programs: Sequence[Program]) -> list[CardProgram]:
         self.compile(programs, None, lambda _: None)
@@ -209,6 +215,8 @@ class CardBackend:
         self._staging.fetch(address, array)
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork owns none of it
         self._resources.close()
         self._shared.clear()
 

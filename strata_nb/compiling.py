@@ -101,7 +101,7 @@ def _compile(signature: str, function: Function) -> Function:
         with interrupts_later(), _garbage_later():
             dispatcher.compile(signature)
     except OSError as error:
-        raise _not_kept(error) from error
+        raise not_kept(error) from error
     dispatcher.disable_compile()
     chosen: Function = dispatcher
     return chosen
@@ -186,11 +186,12 @@ def kept_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _not_kept(error) from error
+        raise not_kept(error) from error
     return folder
 
 
-def _not_kept(error: OSError) -> ConfigError:
+def not_kept(error: OSError) -> ConfigError:
+    """Return what to raise where machine code cannot be written."""
     return ConfigError(
         f"machine code cannot be kept on disk: {error}",
         hint=f"name a folder with room that can be written: {CACHE_VARIABLE}=FOLDER",
