@@ -2,8 +2,9 @@
 
     Backend       what a model needs of a device: a driver, and programs prepared and run
     HostBackend   the machine itself, or small devices made of its memory
+    CardBackend   an NVIDIA card (card_backend.py), opened by card_opening.py
 
-A backend's name for a device is what `--device` says: "host", or "host:1x512MiB".
+A backend's name for a device is what `--device` says: "host", "host:1x512MiB", "cuda:1".
 """
 
 from __future__ import annotations

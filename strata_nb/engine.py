@@ -423,5 +423,5 @@ def _not_traced(path: str | os.PathLike[str], device: str) -> ConfigError:
     return ConfigError(
         f"--trace {os.fspath(path)}: the device {device} has no memory of its own, of which every "
         "chunk could be followed",
-        hint="give a device made of memory: --device host:1x512MiB",
+        hint="give a device with memory of its own: --device host:1x512MiB",
     )
