@@ -134,7 +134,7 @@ def test_a_sampling_value_that_cannot_be_used_is_named(flag: str, value: str) ->
         ("-t", "0"),
         ("--prefill", "0"),
         ("--prefill", "many"),
-        ("--device", "cuda"),
+        ("--device", "cuda:x"),
         ("--ctk", "q4_0"),
         ("--ctv", "F16"),
     ],

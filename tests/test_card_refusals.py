@@ -348,6 +348,16 @@ def test_memory_that_goes_away_after_the_plan_is_said_and_everything_closed(
     assert made.left() == {}
 
 
+@pytest.mark.parametrize("call", ["cuMemHostAlloc", "cuMemHostRegister"])
+def test_a_host_that_can_lock_no_more_memory_is_not_taken_for_a_full_card(
+    cards: MakeCards, tiny: Path, call: str
+) -> None:
+    cards().table.plan(call, status=cuda.OUT_OF_MEMORY)
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        Engine.open(options(tiny))
+    assert caught.value.hint.startswith("the host lacks memory")
+
+
 def test_whatever_call_fails_while_a_model_opens_one_line_says_so_and_nothing_is_left(
     cards: MakeCards, tiny: Path
 ) -> None:
