@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
+from strata_nb.card_opening import Record, open_card, open_first_card
 from strata_nb.execution import Driver
 from strata_nb.host import HostDriver, parse_host_devices
 from strata_nb.kernels.host.ahead import compile_ahead
@@ -28,7 +29,6 @@ from strata_nb.tracing import Recorder, RecordingDriver
 
 Progress = Callable[[int, int], object]
 Say = Callable[[str], object]
-Record = Callable[[str], Recorder | None]
 Prepared = TypeVar("Prepared")  # a program in the form that a backend runs
 
 
@@ -192,14 +192,10 @@ def open_backend(device: str, threads: int, record: Record = lambda _: None) -> 
     """
     if not device.startswith("cuda"):
         return HostBackend(device, threads, record(device))
-    from strata_nb.card_opening import open_card  # host devices do without cards
-
     return open_card(device, threads, record)
 
 
 def choose_backend(threads: int, record: Record = lambda _: None) -> tuple[Backend[Any], str]:
     """Return the backend of the first card that can be used, or else of the host, and why it is."""
-    from strata_nb.card_opening import open_first_card
-
     card, reason = open_first_card(threads, record)
     return card or HostBackend("host", threads, record("host")), reason
