@@ -9,7 +9,7 @@ A backend's name for a device is what `--device` says: "host", "host:1x512MiB", 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
@@ -25,10 +25,9 @@ from strata_nb.kernels.host.functions import WorkSpace, prepare
 from strata_nb.kernels.host.threads import PreparedProgram, Threads
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
+from strata_nb.progress import Progress, Say
 from strata_nb.tracing import Recorder, RecordingDriver
 
-Progress = Callable[[int, int], object]
-Say = Callable[[str], object]
 Prepared = TypeVar("Prepared")  # a program in the form that a backend runs
 
 

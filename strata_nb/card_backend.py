@@ -1,7 +1,7 @@
 """Run programs on a graphics card: one captured graph for each number of rows.
 
     prepare   load the kernels; for 1 to 8 rows capture the program's launches as a graph
-    run       send what the host changed, launch the graph; nothing waits
+    run       send the tables that the host changed, launch the graph; nothing waits
     wait      bring back what programs count
 
 Graphs are captured once. What changes under them lies in memory that they name: the step's record
@@ -17,22 +17,24 @@ waits a microsecond or two for it, at every layer).
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
 from strata_nb.compiling import not_kept
+from strata_nb.errors import DriverError
 from strata_nb.execution import Driver, ProgramDriver
 from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.program import Launch, Program
 from strata_nb.kernels.quantised_rows import row_bytes
+from strata_nb.progress import Progress, Say
 from strata_nb.tracing import Recorder, RecordingDriver
 
 MOST_ROWS = 8  # of a step; a longer prompt is a chain of steps
@@ -40,9 +42,6 @@ STAGING_BYTES = 4 << 20  # of pinned memory, each way
 USUAL_SHARED_BYTES = 48 << 10  # that a block gets without being asked
 OUTSIDE_BYTES = 256 << 20  # for page tables, modules, graphs and tables
 RESERVE_BYTES = 700 << 20  # for whoever draws the screen
-
-Progress = Callable[[int, int], object]
-Say = Callable[[str], object]
 
 
 class CardDriver(Driver, ProgramDriver, Protocol):
@@ -64,12 +63,17 @@ Compile = Callable[[Sequence[Wanted], Progress | None, Say], Mapping[str, Machin
 """Return machine code by names of kernels."""
 
 
-class _Shared(NamedTuple):
-    """Hold a table of the host, where the card has it, and whether programs write it."""
+@dataclass
+class _Shared:
+    """Hold a table of the host, where the card has it, and whether programs write it.
+
+    known   what host and card agreed on last: the host changed what differs from it
+    """
 
     table: NDArray[Any]
     address: int
     is_written: bool
+    known: NDArray[Any] | None = None
 
 
 class CardProgram:
@@ -102,15 +106,13 @@ class CardBackend:
     ) -> None:
         self.name, self.device, self.threads = text, device, threads
         self.warnings: list[str] = []
-        self._process = os.getpid()
         self._card = driver
         self._compiler = compiler
         self._machine: dict[str, Machine] = {}
         self._functions: dict[str, int] = {}
+        self._most_shared: dict[str, int] = {}  # bytes that a kernel's blocks may have
         self._shared: list[_Shared] = []
-        self._is_sent = False  # whether the card's tables are as the host's
-        self._resources = ExitStack()
-        self._resources.callback(driver.close)
+        self._has_run = False  # since the last `wait`
         self.driver: Driver = driver
         try:
             if recorder is not None:
@@ -118,11 +120,9 @@ class CardBackend:
                 self.driver = RecordingDriver(driver, recorder)
             driver.mem_info(device)  # makes the context
             self._stream = driver.stream_create(device)
-            self._resources.callback(driver.stream_destroy, self._stream)
             self._staging = _Staging(driver, self._stream)
-            self._resources.callback(self._staging.close)
         except BaseException:
-            self._resources.close()
+            driver.close()
             raise
 
     def packed_row_bytes(self, values: int) -> int:
@@ -152,26 +152,33 @@ class CardBackend:
         for one, kernel in launches:
             self._load(kernel, kernel.shared_bytes(arguments_of(one)))
         for rows in range(1, MOST_ROWS + 1):
-            self._card.capture_begin(self._stream)
-            try:
-                for one, kernel in launches:
-                    self._launch(one, kernel, rows)
-            finally:
-                graph = self._card.capture_end(self._stream)
+            graph = self._capture(launches, rows)
             graphs[rows] = self._card.graph_instantiate(graph, self.device)
-            self._resources.callback(self._card.executable_destroy, graphs[rows])
             self._card.graph_destroy(graph)
         return CardProgram(graphs)
 
+    def _capture(self, launches: Sequence[tuple[Launch, GpuKernel]], rows: int) -> int:
+        """Return the graph of launches for so many rows."""
+        self._card.capture_begin(self._stream)
+        try:
+            for one, kernel in launches:
+                self._launch(one, kernel, rows)
+        except BaseException:
+            with suppress(DriverError):  # a capture that went wrong ends with an error of its own
+                self._card.graph_destroy(self._card.capture_end(self._stream))
+            raise
+        return self._card.capture_end(self._stream)
+
     def _load(self, kernel: GpuKernel, shared_bytes: int) -> None:
-        """Load a kernel, unless it is loaded, and let it have so much shared memory."""
+        """Load a kernel, unless it is loaded, and let it have so much shared memory, or more."""
         if kernel.name not in self._functions:
             machine = self._machine[kernel.name]
             module = self._card.load_module(self.device, machine.image)
-            self._resources.callback(self._card.unload_module, module)
             self._functions[kernel.name] = self._card.function(module, machine.entry)
-        if shared_bytes > USUAL_SHARED_BYTES:
+            self._most_shared[kernel.name] = USUAL_SHARED_BYTES
+        if shared_bytes > self._most_shared[kernel.name]:
             self._card.set_dynamic_shared_bytes(self._functions[kernel.name], shared_bytes)
+            self._most_shared[kernel.name] = shared_bytes
 
     def _launch(self, one: Launch, kernel: GpuKernel, rows: int) -> None:
         arguments = arguments_of(one)
@@ -187,24 +194,27 @@ class CardBackend:
     def run(self, program: CardProgram, rows: int, first: int = 0, last: int | None = None) -> None:
         if first or last is not None:
             raise AssertionError("a card runs programs as a whole")
-        if not self._is_sent:
-            for one in self._shared:
+        for one in self._shared:
+            if one.known is None or not np.array_equal(one.table, one.known):
                 self._staging.send(one.address, one.table)
-            self._is_sent = True
+                one.known = one.table.copy()
+        self._has_run = True
         self._card.graph_launch(program.graphs[rows], self._stream)
 
     def wait(self) -> None:
         self._card.stream_synchronize(self._stream)
+        if not self._has_run:
+            return  # the card may not have the tables yet, and has counted nothing
         for one in self._shared:
             if one.is_written:
                 self._staging.fetch(one.address, one.table)
-        self._is_sent = False
+                one.known = one.table.copy()
+        self._has_run = False
 
     # What host and card exchange.
 
     def share(self, table: NDArray[Any], *, is_written: bool = False) -> int:
         address: int = self._card.allocate(max(1, table.nbytes), self.device)
-        self._resources.callback(self._card.free, address)
         self._shared.append(_Shared(table, address, is_written))
         return address
 
@@ -215,10 +225,9 @@ class CardBackend:
         self._staging.fetch(address, array)
 
     def close(self) -> None:
-        if os.getpid() != self._process:
-            return  # a fork owns none of it
-        self._resources.close()
+        """Close the driver: it waits, then frees all that was made here in the order that holds."""
         self._shared.clear()
+        self._card.close()
 
 
 class _Staging:
@@ -245,17 +254,16 @@ class _Staging:
 
     def fetch(self, address: int, array: NDArray[Any]) -> None:
         """Copy to an array what the card has, after all work that was given before."""
+        if not array.flags.c_contiguous:
+            raise AssertionError("only what lies in one piece can be filled")
         data = array.reshape(-1).view(np.uint8)
         place = self._address + STAGING_BYTES
         for start in range(0, len(data), STAGING_BYTES):
             part = data[start : start + STAGING_BYTES]
             self._driver.copy_async(place, address + start, len(part), self._stream)
             self._driver.stream_synchronize(self._stream)
+            self._used = 0
             part[:] = memory_view(place, len(part))
-        self._used = 0
-
-    def close(self) -> None:
-        self._driver.free_host(self._address)
 
 
 def packed_arguments(one: Launch) -> bytes:

@@ -27,8 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from strata_nb.compiling import Compiled, cache_folder, saving
-
-Progress = Callable[[int, int], object]  # (functions compiled, of how many)
+from strata_nb.progress import Progress
 
 MOST_PROCESSES = 8  # the longest function takes an eighth of the time of all
 _MOST_FUNCTIONS = 256  # numbers of a byte; further ones are compiled when they are used

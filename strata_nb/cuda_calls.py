@@ -28,6 +28,7 @@ from strata_nb.errors import (
 _HOST_INSTEAD = "use --device host"
 _HINTS = {
     cuda.DEVICE_UNAVAILABLE: "another program has this card for itself (nvidia-smi shows it)",
+    cuda.INVALID_IMAGE: "the code is of a newer CUDA: install a newer NVIDIA driver",
     cuda.NO_BINARY_FOR_GPU: "the code was compiled for another card",
     cuda.UNSUPPORTED_PTX_VERSION: "install a newer NVIDIA driver",
 }

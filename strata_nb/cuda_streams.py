@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from strata_nb import cuda_table as cuda
 from strata_nb.cuda_books import Book
 from strata_nb.cuda_calls import Calls
-from strata_nb.errors import DriverError
+from strata_nb.errors import DriverError, StrataError
 
 
 class _HostWork:
@@ -48,8 +48,9 @@ class _Stream:
 
     def sweep(self) -> None:
         """Forget functions that have run, and keep the first error."""
-        while self.works and self.works[0].done:
-            work = self.works.pop(0)
+        done = [work for work in self.works if work.done]
+        for work in done:
+            self.works.remove(work)
             self.error = self.error or work.error
 
     def take_error(self) -> BaseException | None:
@@ -142,7 +143,7 @@ class CudaStreams:
         try:
             asked = ("cuLaunchHostFunc", stream, _run_host_work, work)
             self._calls.call("launch_host", found.device, *asked)
-        except BaseException:
+        except StrataError:  # and no other: after a Ctrl-C the driver may have its address
             found.works.remove(work)
             raise
 

@@ -47,6 +47,7 @@ from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPlaces, KVPlaces, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options
+from strata_nb.progress import Progress
 from strata_nb.steps import WINDOW_ROWS, DeviceReport, ModelReport, Row, closed_error
 from strata_nb.tracing import Announce
 
@@ -89,8 +90,8 @@ class DeviceModel:
         max_rows: int,
         backend: Backend[Any],
         *,
-        progress: Callable[[int, int], object] | None,
-        compiling: Callable[[int, int], object] | None = None,
+        progress: Progress | None,
+        compiling: Progress | None = None,
         say: Callable[[str], None],
         announce: Announce | None = None,
     ) -> None:
@@ -116,8 +117,8 @@ class DeviceModel:
         options: Options,
         ctx_size: int,
         sizes: _Sizes,
-        progress: Callable[[int, int], object] | None,
-        compiling: Callable[[int, int], object] | None,
+        progress: Progress | None,
+        compiling: Progress | None,
         say: Callable[[str], None],
         undo: ExitStack,
     ) -> None:
@@ -220,6 +221,7 @@ class DeviceModel:
                 self.arena.prior[pair] = 1 - rank / (len(order) + 1)
             self.arena.fill(order)
         self._residency = Residency(self.arena, ranks, policy_maker(options), say=say)
+        self.ledger.heat = self._residency.heat
 
     def _emit(
         self,

@@ -34,7 +34,8 @@ from strata_nb.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from strata_nb.cache.look import Look
     from strata_nb.device_model import DeviceModel
-    from strata_nb.models import Description, Progress
+    from strata_nb.models import Description
+    from strata_nb.progress import Progress
 
 __all__ = ["Engine", "Generation", "Report", "Session", "Token", "VramReport"]
 

@@ -19,6 +19,7 @@ from strata_nb.execution import ExecutionDriver
 from strata_nb.formats import dequantise, row_bytes
 from strata_nb.gguf import GGUFFile, TensorInfo
 from strata_nb.packing import GROUP_ROWS, pack
+from strata_nb.progress import Progress
 
 PIECE_BYTES = 1 << 20  # read and packed at a time: a worker's buffer stays in its core's cache
 FLOAT_BYTES = 4
@@ -34,9 +35,7 @@ class LoadProgress:
                   what it raises ends the load
     """
 
-    def __init__(
-        self, total_bytes: int, report: Callable[[int, int], object] | None = None
-    ) -> None:
+    def __init__(self, total_bytes: int, report: Progress | None = None) -> None:
         self.total_bytes = total_bytes
         self.done_bytes = 0
         self._report = report

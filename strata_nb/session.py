@@ -23,7 +23,8 @@ from strata_nb.steps import Row, StepModel
 from strata_nb.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from strata_nb.models import Description, Progress
+    from strata_nb.models import Description
+    from strata_nb.progress import Progress
 
 Finish = Literal["end", "length", "stop", "repeat", "context", "memory"]
 

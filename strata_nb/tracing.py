@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 from strata_nb.errors import ConfigError
 from strata_nb.execution import DeviceFacts, Driver
+from strata_nb.interrupts import interrupts_later
 from strata_nb.vmm import Granularity
 
 R = TypeVar("R")
@@ -200,7 +201,15 @@ class RecordingDriver:
         self._recorder = recorder
 
     def _call(self, operation: Callable[..., R], **fields: Any) -> R:
-        """Call an operation with the values of `fields`, in their order, and record it."""
+        """Call an operation with the values of `fields`, in their order, and record it.
+
+        Ctrl-C comes when the line is written: what was done and is not in the trace would make all
+        lines behind it wrong.
+        """
+        with interrupts_later():
+            return self._call_whole(operation, fields)
+
+    def _call_whole(self, operation: Callable[..., R], fields: Mapping[str, Any]) -> R:
         began = time.perf_counter_ns()
         kind = operation.__name__
         shown = {key: value for key, value in fields.items() if not callable(value)}

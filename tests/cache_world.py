@@ -229,6 +229,12 @@ def has_free_slots(arena: ExpertArena) -> bool:
     return any(arena._free)
 
 
+def ledger_of(world: World) -> Ledger:
+    """Return the ledger of a world that has one."""
+    assert world.ledger is not None
+    return world.ledger
+
+
 def host_offsets(blob_bytes: tuple[int, ...], experts: int) -> tuple[npt.NDArray[np.int64], int]:
     """Return offsets (layers, experts) of blobs one behind the other, and the size of them all."""
     sizes = np.array(blob_bytes, np.int64) + (BLOB_ALIGNMENT - 1)

@@ -8,12 +8,12 @@ for the tests of the kernels themselves.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import gpu_simulator
-from cuda_table_of_host import HostTable, Launch
+from cuda_table_of_host import FailingTable, HostTable, Launch
 
 from strata_nb.card_backend import CardBackend
 from strata_nb.driver import CudaDriver
@@ -28,7 +28,7 @@ class AllMemory(gpu_simulator.Memory):
     def __init__(self) -> None:
         super().__init__([])
 
-    def check(self, address: int, size: int, *, writes: bool) -> None:
+    def check(self, address: int, size: int, use: str) -> None:
         if address % size:
             raise gpu_simulator.KernelFault(f"{size} bytes at {address:#x}: not aligned")
 
@@ -76,14 +76,31 @@ def simulated_card(**table: Any) -> Iterator[CardBackend]:
 
     table   further arguments of `HostTable`
     """
+    with failing_card(**table) as (open_card, _):
+        backend = open_card()
+        try:
+            yield backend
+        finally:
+            backend.close()
+
+
+@contextmanager
+def failing_card(
+    wrap: type[FailingTable] = FailingTable, *, is_lost: bool = False, **table: Any
+) -> Iterator[tuple[Callable[[], CardBackend], FailingTable]]:
+    """Give what opens a backend, once, and the table that it calls; nothing may be left.
+
+    wrap      what stands before the simulated card, and fails
+    is_lost   the card will be lost: what is on it is left to the end of the process
+    """
     simulated = Simulated()
     cards = HostTable(1, kernels={IMAGE: simulated.kernels}, **table)
-    backend = CardBackend("cuda", CudaDriver(cards), 0, simulated, 1)
+    failing = wrap(cards)
+    driver = CudaDriver(failing)
     try:
-        yield backend
+        yield lambda: CardBackend("cuda", driver, 0, simulated, 1), failing
     finally:
-        backend.close()
         left = cards.live()
         cards.close()
-    assert left == {}
+    assert is_lost or left == {}
     assert cards.refused == []

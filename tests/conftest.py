@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import gpu_launches
 import pytest
 from hypothesis import settings
+from make_model import make_model
+from model_shapes import LOGITS_SHAPES
 from vocab_files import VocabFiles
 
 from strata_nb.errors import UnsupportedDevice
@@ -76,3 +78,34 @@ def gpu(request: pytest.FixtureRequest) -> gpu_launches.Run:
 def vocab_files(tmp_path_factory: pytest.TempPathFactory) -> VocabFiles:
     """Real vocabularies, unpacked when they are first used."""
     return VocabFiles(tmp_path_factory.mktemp("vocab"))
+
+
+# Small random mixtures of experts. Tests read them and change nothing.
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file of a model for commands and sessions, as a command line names it."""
+    path = tmp_path_factory.mktemp("models") / "model.gguf"
+    make_model(path, LOGITS_SHAPES["qwen3moe"])
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a model whose experts have two sizes: `device_world.SHAPE`."""
+    from device_world import SHAPE  # which imports Numba
+
+    path = tmp_path_factory.mktemp("models") / "small.gguf"
+    make_model(path, SHAPE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a model of six experts that have one size."""
+    from device_world import make_tiny  # which imports Numba
+
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    make_tiny(path)
+    return path

@@ -25,6 +25,7 @@ from strata_nb.host import HostDriver
 from strata_nb.host_memory import HostDevice
 
 UNIT = 2 << 20
+USUAL_SHARED_BYTES = 48 << 10  # of a block, of a kernel that asked for nothing
 INVALID_CONTEXT = 201
 NOT_FOUND = 500
 CAPTURE_UNSUPPORTED = 900
@@ -117,6 +118,7 @@ class HostTable:
         self._retained: Counter[int] = Counter()
         self._modules: dict[int, Mapping[str, Kernel]] = {}
         self._functions: dict[int, Kernel] = {}
+        self._most_shared: dict[int, int] = {}  # function -> bytes, where it asked for more
         self._graphs: dict[int, _Graph] = {}
         self._executables: dict[int, _Graph] = {}
         self._captures: dict[int, _Graph] = {}  # stream -> what it has recorded
@@ -344,6 +346,8 @@ class HostTable:
     def _cuLaunchKernel(self, function: int, *rest: Any) -> None:
         grid, block, (shared, stream, parameters, extra) = rest[:3], rest[3:6], rest[6:]
         assert not parameters
+        if shared > self._most_shared.get(function, USUAL_SHARED_BYTES):
+            raise Broken(cuda.INVALID_VALUE)
         launch = Launch(grid, block, shared, _packed(extra))
         run = partial(self._functions[function], launch)
         self._submit(stream, lambda on: self.host.launch_host(on, run))
@@ -386,6 +390,7 @@ class HostTable:
         assert attribute == cuda.MAX_DYNAMIC_SHARED_SIZE_BYTES
         if value > ATTRIBUTES[cuda.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN]:
             raise Broken(cuda.INVALID_VALUE)
+        self._most_shared[function] = value
 
     # Graphs.
 

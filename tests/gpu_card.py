@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_nb.card_backend import packed_arguments
+from strata_nb.addresses import memory_view
+from strata_nb.card_backend import USUAL_SHARED_BYTES, packed_arguments
 from strata_nb.driver import CudaDriver
 from strata_nb.kernels.gpu.cubins import Cubins
 from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
@@ -86,15 +87,13 @@ class Card:
     def _launch(
         self, one: Any, most_rows: int, block: int, staging: int, before: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
-        from strata_nb.addresses import memory_view
-
         driver, size = self.driver, len(before)
         found = gpu_kernel(one)
         assert found is not None, f"{one.kernel} has nothing to run on a card"
         function = self._function(found, argument_kinds(one))
         arguments = arguments_of(one)
         shared_bytes = found.shared_bytes(arguments)
-        if shared_bytes > 48 << 10:
+        if shared_bytes > USUAL_SHARED_BYTES:
             driver.set_dynamic_shared_bytes(function, shared_bytes)
         view = memory_view(staging, size)
         view[:] = before

@@ -4,10 +4,13 @@ A lane is a greenlet that runs until it must wait for others: at a barrier for i
 shuffle for its warp. What a card would do silently wrong is an error here:
 
     an address outside the arrays that were named, or a write to one that is read only
+    a `fetch_...`, which may see old bytes, of an array that the kernel writes
     lanes of a warp that reach different shuffles, or threads that miss a barrier
     a value of a wrong type: a float that is no float32, an integer out of its range
 
-Integers are Python's, floats are numpy's float32. Shared memory begins as 0xFF.
+Integers are Python's, floats are numpy's float32. Shared memory begins as 0xFF. Of two blocks that
+are neighbours one runs its warps from the first to the last, the other from the last to the first:
+where a barrier lacks, one of them goes wrong.
 """
 
 from __future__ import annotations
@@ -43,13 +46,16 @@ class Memory:
         self._starts = [start for start, _, _ in self._blocks]
         self._kept = (*written, *read)
 
-    def check(self, address: int, size: int, *, writes: bool) -> None:
+    def check(self, address: int, size: int, use: str) -> None:
+        """Raise KernelFault unless memory may be used so: "load", "fetch" or "store"."""
         number = bisect_right(self._starts, address) - 1
         start, length, writable = self._blocks[number] if number >= 0 else (0, 0, False)
         if number < 0 or address + size > start + length:
             raise KernelFault(f"{size} bytes at {address:#x}: {address - start - length:,} behind")
-        if writes and not writable:
+        if use == "store" and not writable:
             raise KernelFault(f"a write to an array that is read only, at {address - start:,}")
+        if use == "fetch" and writable:
+            raise KernelFault(f"a fetch of an array that is written, at {address - start:,}")
         if address % size:
             raise KernelFault(f"{size} bytes at {address:#x}: not aligned")
 
@@ -82,16 +88,20 @@ def run(
                     for thread, one in enumerate(made):
                         one.gr_context = copy_context()  # in which the errstate holds
                         lanes[one] = _Lane(thread, (x, y, z), shared)
-                    _run_block(made, words)
+                    _run_block(made, words, backwards=(x + y + z) % 2 == 1)
 
 
-def _run_block(lanes: list[greenlet], words: Sequence[Any]) -> None:
-    """Run the lanes of one block to their end, warp by warp between barriers."""
+def _run_block(lanes: list[greenlet], words: Sequence[Any], *, backwards: bool) -> None:
+    """Run the lanes of one block to their end, warp by warp between barriers.
+
+    backwards   the last warp first
+    """
+    firsts = range(0, len(lanes), WARP)
     answers: dict[greenlet, Any] = {}
     started: set[greenlet] = set()
     while True:
         waiting = 0
-        for first in range(0, len(lanes), WARP):
+        for first in reversed(firsts) if backwards else firsts:
             waiting += _run_warp(lanes[first : first + WARP], words, answers, started)
         if not waiting:
             return
@@ -243,8 +253,6 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
         return lambda value, mask: getcurrent().parent.switch(
             (name, value, own().thread % WARP ^ mask)
         )
-    if name.startswith("shuffle_"):
-        return lambda value, lane: getcurrent().parent.switch((name, value, lane))
     return _access(name, own, memory)
 
 
@@ -258,9 +266,9 @@ def _access(name: str, own: Callable[[], _Lane], memory: Memory) -> Callable[...
     layout = struct.Struct("<" + _FORMATS[element] * number)
     size = layout.size
 
-    def bytes_at(place: int, *, writes: bool) -> Any:
+    def bytes_at(place: int) -> Any:
         if not shared:
-            memory.check(place, size, writes=writes)
+            memory.check(place, size, kind)
             return (ctypes.c_char * size).from_address(place), 0
         block = own().shared
         if not 0 <= place <= len(block) - size or place % size:
@@ -268,12 +276,12 @@ def _access(name: str, own: Callable[[], _Lane], memory: Memory) -> Callable[...
         return block, place
 
     def load(place: int) -> Any:
-        found = layout.unpack_from(*bytes_at(place, writes=False))
+        found = layout.unpack_from(*bytes_at(place))
         values = tuple(np.float32(one) if element == "f32" else one for one in found)
         return values[0] if number == 1 else values
 
     def store(place: int, value: Any) -> None:
-        target, offset = bytes_at(place, writes=True)
+        target, offset = bytes_at(place)
         bits = 8 * layout.size
         raw = value if element == "f32" else _signed(value, bits)
         layout.pack_into(target, offset, raw)

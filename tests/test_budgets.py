@@ -14,7 +14,6 @@ from cache_world import has_free_slots, owner_of
 from device_world import (
     ONE_SIZE,
     SHAPE,
-    make_tiny,
     opened,
     random_tokens,
     read,
@@ -38,24 +37,10 @@ CONTEXT = 256
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "small.gguf"
-    make_model(path, SHAPE)
-    return path
-
-
-@pytest.fixture(scope="module")
 def one_size(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose experts fit every slot."""
     path = tmp_path_factory.mktemp("models") / "one_size.gguf"
     make_model(path, SHAPE, rules=ONE_SIZE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_tiny(path)
     return path
 
 
@@ -75,8 +60,8 @@ def text(model: DeviceModel) -> Floats:
 
 
 @pytest.fixture(scope="module")
-def exact(model: Path) -> Floats:
-    with opened(model) as one:
+def exact(small: Path) -> Floats:
+    with opened(small) as one:
         return text(one)
 
 
@@ -98,11 +83,11 @@ def device_with(model: Path, slots: int) -> str:
 
 
 def test_no_number_of_slots_changes_a_bit_and_more_slots_are_hit_more_often(
-    model: Path, exact: Floats
+    small: Path, exact: Floats
 ) -> None:
     rates = []
     for slots in (0, SHAPE.layers, EXPERTS // 10, EXPERTS // 2, EXPERTS):
-        with opened(model, ROOMY, expert_cache=str(slots)) as one:
+        with opened(small, ROOMY, expert_cache=str(slots)) as one:
             assert same_bits(text(one), exact), slots
             report = one.report()
             assert report.devices[0].slots == slots
@@ -115,16 +100,16 @@ def test_no_number_of_slots_changes_a_bit_and_more_slots_are_hit_more_often(
 
 @pytest.mark.parametrize("slots", [SHAPE.layers, EXPERTS // 10, EXPERTS // 2, EXPERTS])
 def test_a_small_device_has_the_bits_of_the_whole_machine(
-    model: Path, exact: Floats, slots: int
+    small: Path, exact: Floats, slots: int
 ) -> None:
-    device = device_with(model, slots)
-    with opened(model, device) as one:
+    device = device_with(small, slots)
+    with opened(small, device) as one:
         assert slots <= one.report().devices[0].slots <= slots + 2
         assert same_bits(text(one), exact)
 
 
-def test_slots_that_the_ledger_takes_back_change_no_bit(model: Path, exact: Floats) -> None:
-    with opened(model, ROOMY + "@64KiB", expert_cache=str(EXPERTS)) as one:
+def test_slots_that_the_ledger_takes_back_change_no_bit(small: Path, exact: Floats) -> None:
+    with opened(small, ROOMY + "@64KiB", expert_cache=str(EXPERTS)) as one:
         assert same_bits(text(one), exact)
         for share in (2, 8, 1):
             held = one.ledger.holdings()
@@ -147,9 +132,9 @@ ADAPTATIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("slots", [SHAPE.layers, EXPERTS // 4, EXPERTS // 2])
 @pytest.mark.parametrize("options", ADAPTATIONS, ids=str)
 def test_no_policy_changes_a_bit(
-    model: Path, exact: Floats, options: dict[str, Any], slots: int
+    small: Path, exact: Floats, options: dict[str, Any], slots: int
 ) -> None:
-    with opened(model, ROOMY, expert_cache=str(slots), **options) as one:
+    with opened(small, ROOMY, expert_cache=str(slots), **options) as one:
         assert same_bits(text(one), exact)
         report = one.report()
         assert report.devices[0].resident == slots
@@ -227,14 +212,27 @@ def test_a_step_whose_exchange_fails_counts_all_the_same(one_size: Path, operati
 
 
 def test_slots_that_the_ledger_takes_while_text_goes_on_change_no_bit(
-    model: Path, exact: Floats
+    small: Path, exact: Floats
 ) -> None:
-    with opened(model, ROOMY + "@64KiB", expert_cache=str(EXPERTS)) as one:
+    with opened(small, ROOMY + "@64KiB", expert_cache=str(EXPERTS)) as one:
         full = one.ledger.plan.arena_chunks
         for share in (3, 1, 6, 2):
             one.ledger.carry_out(replace(one.ledger.holdings(), experts=full // share))
             assert same_bits(text(one), exact)
             assert one.arena.resident == min(one.arena.usable_slots, EXPERTS)
+
+
+def test_slots_that_the_ledger_takes_are_of_who_the_policy_would_let_leave(one_size: Path) -> None:
+    with opened(one_size, ROOMY + "@64KiB", expert_cache="24") as one:
+        read_in(one, random_tokens(60, 4) + [7] * 10, 1)
+        heat, there = one._residency.heat(), one.arena.expert_tier == Tier.SLOT
+        held = one.ledger.holdings()
+        one.ledger.carry_out(replace(held, experts=held.experts // 2))
+        stay = one.arena.expert_tier == Tier.SLOT
+        assert 0 < stay.sum() < there.sum()
+        assert heat[stay].min() > heat[there & ~stay].max()
+        use = one.arena.use
+        assert use[stay].min() < use[there & ~stay].max()  # by count others would stay
 
 
 # Slots are real.
@@ -259,12 +257,12 @@ def filled(model: DeviceModel) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("slots", [SHAPE.layers, EXPERTS // 2, EXPERTS])
 def test_the_hosts_copy_of_an_expert_in_a_slot_is_not_read(
-    model: Path, exact: Floats, slots: int
+    small: Path, exact: Floats, slots: int
 ) -> None:
     ids = random_tokens(256, 3)
-    with opened(model) as one:
+    with opened(small) as one:
         long = read_in(one, ids, 1)
-    with opened(model, ROOMY, expert_cache=str(slots), adapt="off") as one:
+    with opened(small, ROOMY, expert_cache=str(slots), adapt="off") as one:
         arena = one.arena
         home = arena.expert_address.copy()  # nobody has a slot yet
         resident = filled(one)
@@ -278,9 +276,9 @@ def test_the_hosts_copy_of_an_expert_in_a_slot_is_not_read(
 
 
 @pytest.mark.parametrize("tier", list(Tier))
-def test_the_copy_that_the_table_names_is_read(model: Path, tier: Tier) -> None:
+def test_the_copy_that_the_table_names_is_read(small: Path, tier: Tier) -> None:
     ids = random_tokens(64, 3)
-    with opened(model, ROOMY, expert_cache="50%", adapt="off") as one:
+    with opened(small, ROOMY, expert_cache="50%", adapt="off") as one:
         filled(one)
         before = read_in(one, ids, 64)
         victim = max(blobs(one, tier), key=lambda who: int(one.arena.use[who]))
@@ -353,13 +351,13 @@ def test_a_profile_fills_the_slots_of_the_next_start_in_its_order(
         assert load_profile(tmp_path / "again", SHAPE.layers, SHAPE.experts).order() == order
 
 
-def test_a_profile_of_another_model_is_refused(model: Path, tiny: Path, tmp_path: Path) -> None:
+def test_a_profile_of_another_model_is_refused(small: Path, tiny: Path, tmp_path: Path) -> None:
     options = Options(tiny, device=ROOMY)
     profile = tmp_path / "profile"
     with Engine.open(options) as engine:
         engine.logits([1, 2, 3])
         engine.save_expert_profile(profile)
-    other = replace(options, model=model, expert_profile=profile)
+    other = replace(options, model=small, expert_profile=profile)
     with (
         pytest.raises(FileFormatError, match="2 layers of 3 experts, the model has 3 of 16") as got,
         Engine.open(other),
@@ -368,9 +366,9 @@ def test_a_profile_of_another_model_is_refused(model: Path, tiny: Path, tmp_path
     assert got.value.hint
 
 
-def test_a_trace_holds_every_choice_that_was_counted(model: Path, tmp_path: Path) -> None:
+def test_a_trace_holds_every_choice_that_was_counted(small: Path, tmp_path: Path) -> None:
     ids = random_tokens(50)
-    options = Options(model, device=ROOMY, ctx_size=CONTEXT, prefill=16, expert_cache="9")
+    options = Options(small, device=ROOMY, ctx_size=CONTEXT, prefill=16, expert_cache="9")
     with Engine.open(replace(options, routing_trace=tmp_path / "trace.npy")) as engine:
         session = engine.open_session()
         session.extend(ids)
@@ -401,21 +399,21 @@ def refusal(path: Path, **options: object) -> StrataError:
     return got.value
 
 
-def test_a_policy_is_refused_where_nothing_has_slots(model: Path, tiny: Path) -> None:
-    error = refusal(model, device="host", adapt="off")
+def test_a_policy_is_refused_where_nothing_has_slots(small: Path, tiny: Path) -> None:
+    error = refusal(small, device="host", adapt="off")
     assert "--adapt off: the device host has no slots" in str(error)
     error = refusal(tiny, device="reference", adapt="swap")
     assert "--adapt swap: the reference device" in str(error)
 
 
-def test_slots_are_refused_where_the_device_has_none(model: Path) -> None:
-    error = refusal(model, device="host", expert_cache="12")
+def test_slots_are_refused_where_the_device_has_none(small: Path) -> None:
+    error = refusal(small, device="host", expert_cache="12")
     assert "--expert-cache 12" in str(error)
     assert "host:1x512MiB" in error.hint
 
 
-def test_a_device_without_room_for_the_dense_weights_is_refused_with_the_sum(model: Path) -> None:
-    error = refusal(model, device="host:1x256KiB")
+def test_a_device_without_room_for_the_dense_weights_is_refused_with_the_sum(small: Path) -> None:
+    error = refusal(small, device="host:1x256KiB")
     assert "262,144  free on the device" in str(error)
     lines = [line.split(None, 1) for line in str(error).splitlines()[1:]]
     numbers = {name: int(number.replace(",", "")) for number, name in lines}
@@ -438,22 +436,22 @@ def test_a_device_of_the_bytes_that_a_refusal_asks_for_is_enough(tiny: Path) -> 
             assert engine.describe().slots == 2
 
 
-def test_the_context_that_a_refusal_names_does_fit(model: Path) -> None:
-    options = Options(model, device=ROOMY, ctx_size=1024, expert_cache="0", kv_grow=False)
+def test_the_context_that_a_refusal_names_does_fit(small: Path) -> None:
+    options = Options(small, device=ROOMY, ctx_size=1024, expert_cache="0", kv_grow=False)
     with Engine.open(options) as engine:
         owners = engine.describe().bytes_by_owner
     kib = (owners["dense"] + owners["kv"] // 2) >> 10
-    small = f"host:1x{kib}KiB@64KiB"
-    error = refusal(model, device=small, ctx_size=1024, expert_cache="0", kv_grow=False)
+    device = f"host:1x{kib}KiB@64KiB"
+    error = refusal(small, device=device, ctx_size=1024, expert_cache="0", kv_grow=False)
     assert "K/V of 1,024 cells" in str(error)
     cells = int(error.hint.split("--ctx-size ")[1].split()[0])
     assert 256 <= cells <= 512
-    with Engine.open(replace(options, device=small, ctx_size=cells)) as engine:
+    with Engine.open(replace(options, device=device, ctx_size=cells)) as engine:
         engine.logits(random_tokens(cells))
 
 
-def test_fewer_slots_than_layers_are_refused(model: Path) -> None:
-    error = refusal(model, device=ROOMY, expert_cache="2")
+def test_fewer_slots_than_layers_are_refused(small: Path) -> None:
+    error = refusal(small, device=ROOMY, expert_cache="2")
     assert "2 expert slots: a model of 3 layers" in str(error)
     assert "3 or more" in error.hint
 
@@ -467,12 +465,12 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("flag", ["expert_profile", "expert_profile_save", "routing_trace"])
 def test_flags_about_experts_are_refused_where_none_are_counted(
-    model: Path, dense: Path, flag: str
+    small: Path, dense: Path, flag: str
 ) -> None:
     name = "--" + flag.replace("_", "-")
     for device in ("host", ROOMY):
         assert f"{name} some.file" in str(refusal(dense, device=device, **{flag: "some.file"}))
-    assert f"{name} some.file" in str(refusal(model, device="reference", **{flag: "some.file"}))
+    assert f"{name} some.file" in str(refusal(small, device="reference", **{flag: "some.file"}))
 
 
 def test_a_dense_model_runs_on_a_small_device_and_refuses_slots(dense: Path) -> None:
@@ -488,5 +486,5 @@ def test_a_dense_model_runs_on_a_small_device_and_refuses_slots(dense: Path) -> 
     )
 
 
-def test_the_judge_refuses_slots(model: Path) -> None:
-    assert "--expert-cache 5" in str(refusal(model, device="reference", expert_cache="5"))
+def test_the_judge_refuses_slots(small: Path) -> None:
+    assert "--expert-cache 5" in str(refusal(small, device="reference", expert_cache="5"))

@@ -17,6 +17,7 @@ from cache_world import (
     UNIT,
     World,
     host_offsets,
+    ledger_of,
     overwrite,
     owner_of,
     read_rows,
@@ -57,11 +58,6 @@ def world() -> Iterator[World]:
     made.driver.faults.lift()
     made.check()
     made.end()
-
-
-def ledger_of(world: World) -> Ledger:
-    assert world.ledger is not None
-    return world.ledger
 
 
 # Plan.

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from card_world import simulated_card
+from card_world import failing_card, simulated_card
+from cuda_table_of_host import FailingTable
 from device_world import load, make_tiny, opened, random_tokens, read
+from gpu_launches import shaped
+from numpy.typing import NDArray
 
+from strata_nb import card_backend, cuda_table
+from strata_nb.card_backend import CardBackend, CardProgram
+from strata_nb.errors import DeviceLost, DriverError
+from strata_nb.formats import TensorType
+from strata_nb.kernels.program import Launch, launch
 from strata_nb.kernels.reference import Floats
 
 GIB = 1 << 30
@@ -37,3 +47,188 @@ def test_a_model_on_a_card_gives_the_hosts_logits(tiny: Path, on_host: Floats) -
         logits = read(model, model.open_sequence(), random_tokens(3))
         model.ledger.check_integrity()
     assert np.abs(logits - on_host).max() < 1e-3 * np.abs(on_host).max()
+
+
+WIDTH = 8
+
+
+class Adding:
+    """A program that adds `x` to `y`, which it writes, on a card."""
+
+    def __init__(self, backend: CardBackend) -> None:
+        self.x, self.y = np.ones(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
+        self._kept = np.ones(1, np.int64), np.full(1, np.inf, np.float32)  # one row, a gate of 1
+        self.backend = backend
+        rows, gate = (backend.share(one) for one in self._kept)
+        words = {"rows": rows, "gate": gate, "x": backend.share(self.x), "width": WIDTH}
+        words["y"] = backend.share(self.y, is_written=True)
+        self.program: CardProgram
+        (self.program,) = backend.prepare([[launch("gated_add", words)]])
+
+    def run(self) -> None:
+        self.backend.run(self.program, 1)
+
+
+def test_a_run_sees_what_the_host_wrote_though_nobody_waited() -> None:
+    """As after a step that Ctrl-C broke off."""
+    with simulated_card() as backend:
+        adding = Adding(backend)
+        adding.run()
+        adding.x[:] = 10
+        adding.run()
+        backend.wait()
+        assert adding.y.tolist() == [11] * WIDTH
+
+
+def test_what_programs_wrote_is_there_after_a_wait_and_can_be_changed() -> None:
+    with simulated_card() as backend:
+        adding = Adding(backend)
+        adding.run()
+        backend.wait()
+        assert adding.y.tolist() == [1] * WIDTH
+        adding.y[:] = 5
+        adding.run()
+        backend.wait()
+        assert adding.y.tolist() == [6] * WIDTH
+
+
+def test_a_wait_leaves_tables_alone_that_no_run_has_written() -> None:
+    with simulated_card() as backend:
+        adding = Adding(backend)
+        adding.y[:] = 5
+        backend.wait()
+        assert adding.y.tolist() == [5] * WIDTH
+        adding.run()
+        backend.wait()
+        adding.y[:] = 7
+        backend.wait()
+        assert adding.y.tolist() == [7] * WIDTH
+
+
+def test_tables_that_the_host_left_alone_are_not_sent_again() -> None:
+    with failing_card() as (open_card, table), closing(open_card()) as backend:
+        adding = Adding(backend)
+        adding.run()
+        backend.wait()
+        before = table.calls["cuMemcpyAsync"]
+        adding.run()
+        assert table.calls["cuMemcpyAsync"] == before
+        adding.x[:] = 2
+        adding.run()
+        assert table.calls["cuMemcpyAsync"] == before + 1
+        backend.wait()
+
+
+def test_arrays_larger_than_the_staging_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The staging is used again and again, while copies from it are under way."""
+    monkeypatch.setattr(card_backend, "STAGING_BYTES", 1 << 10)
+    random = np.random.default_rng(0)
+    with simulated_card() as backend:
+        sent = [random.integers(0, 256, size, np.uint8) for size in (10_000, 0, 300, 900, 1024, 1)]
+        places = [backend.share(np.zeros_like(one)) for one in sent]
+        found: list[NDArray[Any]] = [np.zeros_like(one) for one in sent]
+        for _ in range(3):
+            for place, one, back in zip(places, sent, found, strict=True):
+                backend.send(place, one)
+                backend.fetch(places[1], found[1])  # of nothing
+                one += 1
+                back[:] = 0
+        for place, one, back in zip(places, sent, found, strict=True):
+            backend.fetch(place, back)
+            assert np.array_equal(back, one - 1)
+
+
+class Invalidated(FailingTable):
+    """Refuse launches, which makes the capture they belong to invalid, as on a card."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        function = super().__getattr__(name)
+        if name == "cuLaunchKernel":
+            return lambda *_: cuda_table.INVALID_VALUE
+        if name != "cuStreamEndCapture":
+            return function
+
+        def end(stream: int, graph: Any) -> int:
+            ended = ctypes.c_void_p()
+            assert function(stream, ctypes.byref(ended)) == cuda_table.SUCCESS
+            assert self.cuGraphDestroy(ended) == cuda_table.SUCCESS
+            return 901  # CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+
+        return end
+
+
+def test_a_launch_that_is_refused_is_what_is_reported_not_the_capture_it_spoils() -> None:
+    with (
+        failing_card(wrap=Invalidated) as (open_card, _),
+        closing(open_card()) as backend,
+        pytest.raises(DriverError, match="cuLaunchKernel"),
+    ):
+        Adding(backend)
+
+
+CALLS = {
+    "cuDevicePrimaryCtxRetain": 1,
+    "cuMemGetInfo": 1,
+    "cuStreamCreateWithPriority": 1,
+    "cuMemHostAlloc": 1,
+    "cuMemAlloc": 3,
+    "cuModuleLoadDataEx": 1,
+    "cuModuleGetFunction": 1,
+    "cuStreamBeginCapture": 2,
+    "cuLaunchKernel": 3,
+    "cuGraphInstantiateWithFlags": 2,
+    "cuGraphDestroy": 2,
+    "cuMemcpyAsync": 2,
+    "cuGraphLaunch": 1,
+    "cuStreamSynchronize": 1,
+}
+
+
+@pytest.mark.parametrize("function", CALLS)
+def test_a_call_that_fails_leaves_nothing_behind(function: str) -> None:
+    def use() -> None:
+        with closing(open_card()) as backend:
+            adding = Adding(backend)
+            adding.run()
+            backend.wait()
+
+    with failing_card() as (open_card, table):
+        table.plan(function, CALLS[function])
+        with pytest.raises(DriverError, match=function):
+            use()
+
+
+def test_closing_after_a_card_is_lost_says_nothing_new_and_calls_nothing() -> None:
+    with failing_card(is_lost=True) as (open_card, table):
+        backend = open_card()
+        adding = Adding(backend)
+        adding.run()
+        table.plan("cuStreamSynchronize", status=700)
+        with pytest.raises(DeviceLost, match="cuStreamSynchronize"):
+            backend.wait()
+        calls = table.calls.total()
+        backend.close()
+        assert table.calls.total() == calls
+
+
+def test_a_backend_can_be_closed_twice_and_not_by_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    with failing_card() as (open_card, table):
+        backend = open_card()
+        Adding(backend)
+        calls = table.calls.total()
+        with monkeypatch.context() as fork:
+            fork.setattr("os.getpid", lambda: 0)
+            backend.close()
+        assert table.calls.total() == calls
+        backend.close()
+        calls = table.calls.total()
+        backend.close()
+        assert table.calls.total() == calls
+
+
+def test_a_kernel_keeps_the_most_shared_memory_that_a_launch_of_it_needs() -> None:
+    def down(top_k: int) -> Launch:
+        return shaped("expert_down", TensorType.F32, top_k=top_k, values=8, outputs=8)
+
+    with simulated_card() as backend:
+        backend.prepare([[down(8), down(5000), down(3000)], [down(4000)]])

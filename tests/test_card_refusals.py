@@ -19,7 +19,7 @@ import pytest
 from card_world import IMAGE, Simulated
 from console import Console
 from cuda_table_of_host import FailingTable, HostTable
-from device_world import make_tiny, random_tokens
+from device_world import random_tokens
 
 from strata_nb import Engine, Options, card_opening, driver
 from strata_nb import cuda_table as cuda
@@ -98,13 +98,6 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeCards]:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Console:
     return Console(capsys, monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("card") / "tiny.gguf"
-    make_tiny(path)
-    return path
 
 
 def options(path: Path, **more: Any) -> Options:
@@ -241,10 +234,10 @@ def test_a_part_of_the_toolkit_that_is_missing_is_named(
 def test_a_card_that_the_toolkit_makes_no_code_for_is_refused_before_a_model_is_loaded(
     cards: MakeCards, run: Console, tiny: Path
 ) -> None:
-    made = cards(attributes=dict(zip(CAPABILITY, (6, 1), strict=True)))
+    made = cards(attributes=dict(zip(CAPABILITY, (99, 0), strict=True)))
     status, line, hint = refused(run, "generate", "-m", str(tiny), "--device", "cuda", "x")
     assert status == 2
-    assert "the installed toolkit makes no code for sm_61" in line
+    assert "the installed toolkit makes no code for sm_990" in line
     assert "strata-nb[cuda]" in hint
     assert made.host.calls["cuMemAlloc"] == 0
 
@@ -474,12 +467,12 @@ def test_auto_is_the_host_where_kernels_cannot_be_compiled(cards: MakeCards) -> 
 
 
 def test_auto_is_the_host_where_no_card_can_be_used(cards: MakeCards) -> None:
-    cards(devices=2, attributes=dict(zip(CAPABILITY, (6, 1), strict=True)))
+    cards(devices=2, attributes=dict(zip(CAPABILITY, (99, 0), strict=True)))
     backend, reason = choose_backend(1)
     with closing(backend):
         assert backend.name == "host"
     first, second = reason.split("; ")
-    assert first.startswith("cuda:0: the installed toolkit makes no code for sm_61")
+    assert first.startswith("cuda:0: the installed toolkit makes no code for sm_990")
     assert second.startswith("cuda:1: ")
 
 

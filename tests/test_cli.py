@@ -15,21 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 from console import Console, interruptible, start
-from make_model import make_model
-from model_shapes import LOGITS_SHAPES
 
 from strata_nb import Engine, Options, Sampling
 from strata_nb.cli import USAGE
 from strata_nb.commands.figures import Figures
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_model(path, LOGITS_SHAPES["qwen3moe"])
-    return str(path)
 
 
 @pytest.fixture

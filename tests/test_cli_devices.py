@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from console import Console, interruptible, start
-from make_model import make_model
 from model_shapes import LOGITS_SHAPES
 
 from strata_nb.cache.profile import load_profile
@@ -22,13 +21,6 @@ from strata_nb.compiling import cache_folder
 
 SHAPE = LOGITS_SHAPES["qwen3moe"]
 GREEDY = ["--temp", "0", "-n", "20", "--ignore-eos", "-c", "128"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_model(path, SHAPE)
-    return str(path)
 
 
 @pytest.fixture
@@ -198,7 +190,7 @@ def test_ctrl_c_while_kernels_are_compiled_is_not_lost(model: str, tmp_path: Pat
         "def interrupted(module, buffer):\n"
         "    calls.append(1)\n"
         "    if len(calls) == 3:\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
         "    return hook(module, buffer)\n"
         "JITCodeLibrary._object_compiled_hook = interrupted\n"
         f"sys.argv = ['strata_nb', 'generate', '-m', {model!r}, 'hello', '-n', '3']\n"

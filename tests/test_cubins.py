@@ -56,7 +56,7 @@ def test_each_target_has_its_own_code(folder: Path) -> None:
     assert old.image != new.image
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "no code"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "no code", "a number"])
 def test_damaged_code_is_made_again(folder: Path, damage: str) -> None:
     first = Cubins("sm_90")(WANTED, None, quiet)
     (path,) = folder.rglob("*.cubin")
@@ -68,6 +68,7 @@ def test_damaged_code_is_made_again(folder: Path, damage: str) -> None:
             "changed": whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :],
             "empty": b"",
             "no code": b"{}\n",
+            "a number": b"1\n",
         }[damage]
     )
     assert Cubins("sm_90")(WANTED, None, quiet) == first
@@ -114,3 +115,8 @@ def test_who_lacks_the_toolkit_is_told_what_to_install(monkeypatch: pytest.Monke
 def test_a_target_that_the_toolkit_does_not_know_is_named(folder: Path) -> None:
     with pytest.raises(UnsupportedDevice, match="sm_12345"):
         Cubins("sm_12345")(WANTED, None, quiet)
+
+
+def test_a_card_that_is_too_old_is_refused_before_a_model_is_loaded() -> None:
+    with pytest.raises(UnsupportedDevice, match="sm_70, kernels are for sm_75"):
+        Cubins("sm_70")

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from cuda_table_of_host import FailingTable, HostTable
@@ -219,6 +220,36 @@ def test_access_is_given_to_a_device_that_was_not_used_before(
     assert host.live()["contexts"] == 2
     write(driver, place, b"from the other", device=1)
     assert read(driver, place, 14) == b"from the other"
+
+
+def test_code_of_a_newer_cuda_is_refused_with_what_to_install(
+    table: FailingTable, driver: CudaDriver
+) -> None:
+    table.plan("cuModuleLoadDataEx", status=cuda.INVALID_IMAGE)
+    with pytest.raises(DriverError) as refused:
+        driver.load_module(0, b"code")
+    assert "install a newer NVIDIA driver" in refused.value.hint
+
+
+@pytest.mark.parametrize("has_it", [True, False], ids=["after", "before"])
+def test_an_interrupt_while_a_function_is_launched_loses_no_error(
+    table: FailingTable, driver: CudaDriver, has_it: bool
+) -> None:
+    """The driver may have the function's address by then: it must stay alive."""
+
+    def interrupted(*arguments: Any) -> int:
+        if has_it:
+            launch(*arguments)
+        raise KeyboardInterrupt
+
+    stream, launch = driver.stream_create(0), table.cuLaunchHostFunc
+    table.cuLaunchHostFunc = interrupted  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        driver.launch_host(stream, lambda: 1 // (not has_it))
+    table.cuLaunchHostFunc = launch  # type: ignore[attr-defined]
+    driver.launch_host(stream, lambda: [][1])
+    with pytest.raises(ZeroDivisionError if has_it else IndexError):
+        driver.stream_synchronize(stream)
 
 
 # Lost devices.

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from console import Console
-from make_model import make_model
 from model_shapes import LOGITS_SHAPES
 
 from strata_nb import Engine, Options, story_model
@@ -25,13 +24,6 @@ SHAPE = LOGITS_SHAPES["qwen3moe"]
 SLOTS = ["--device", "host:1x8MiB", "--expert-cache", "4", "-c", "128"]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_model(path, SHAPE)
-    return path
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the model of the package would be; nothing is there yet."""
@@ -40,9 +32,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def stories(folder: Path, tiny: Path) -> Path:
+def stories(folder: Path, model: str) -> Path:
     """Put the tiny model and a profile that ranks its experts from the last one on there."""
-    (folder / "stories.gguf").symlink_to(tiny)
+    (folder / "stories.gguf").symlink_to(model)
     use = np.arange(SHAPE.layers * SHAPE.experts).reshape(SHAPE.layers, SHAPE.experts)
     save_profile(folder / "stories.strp", rank_by_use(use))
     return folder
@@ -54,22 +46,22 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("stories")
-def test_generate_alone_writes_a_story_from_its_first_word(run: Console, tiny: Path) -> None:
+def test_generate_alone_writes_a_story_from_its_first_word(run: Console, model: str) -> None:
     flags = ["--temp", "0", "-n", "9"]
     status, out, err = run("generate", *flags)
     assert status == 0
-    assert out == run("generate", "-m", str(tiny), *flags, "Once upon a time", "--echo")[1]
+    assert out == run("generate", "-m", model, *flags, "Once upon a time", "--echo")[1]
     assert "no prompt given" in err
     assert run("generate", *flags, "--no-echo")[1] == out.removeprefix("Once upon a time")
 
 
 @pytest.mark.usefixtures("stories")
 def test_generate_continues_a_prompt_with_the_story_model_and_says_what_it_is(
-    run: Console, tiny: Path
+    run: Console, model: str
 ) -> None:
     flags = ["generate", "hello", "--temp", "0", "-n", "9"]
     status, out, err = run(*flags)
-    named = run(*flags, "-m", str(tiny))
+    named = run(*flags, "-m", model)
     assert (status, out) == (0, named[1])
     (line,) = [line for line in err.splitlines() if line.startswith("stories: ")]
     assert f"{SHAPE.layers} layers of {SHAPE.experts} experts" in line
@@ -79,18 +71,18 @@ def test_generate_continues_a_prompt_with_the_story_model_and_says_what_it_is(
 
 
 @pytest.mark.usefixtures("stories")
-def test_a_story_goes_on_until_the_model_ends_it(run: Console, tmp_path: Path, tiny: Path) -> None:
+def test_a_story_goes_on_until_the_model_ends_it(run: Console, tmp_path: Path, model: str) -> None:
     stats = tmp_path / "stats.json"
     flags = ["hello", "--ignore-eos", "--seed", "1", "-c", "400", "--stats-json", str(stats)]
     run("generate", *flags)
     assert json.loads(stats.read_text())["finish"] == "context"
-    run("generate", "-m", str(tiny), *flags)
+    run("generate", "-m", model, *flags)
     assert json.loads(stats.read_text())["finish"] == "length"
 
 
 @pytest.mark.usefixtures("stories")
 def test_the_other_commands_use_the_story_model_where_none_is_named(
-    run: Console, tiny: Path, tmp_path: Path
+    run: Console, model: str, tmp_path: Path
 ) -> None:
     text = tmp_path / "text"
     text.write_text("hello there " * 20)
@@ -98,7 +90,7 @@ def test_the_other_commands_use_the_story_model_where_none_is_named(
         ["tokenize", "hello", "--ids"],
         ["perplexity", "-f", str(text), "-c", "32", "--device", "reference"],
     ):
-        without, named = run(*words), run(*words, "-m", str(tiny))
+        without, named = run(*words), run(*words, "-m", model)
         assert without[0] == named[0] == 0
         assert without[1] == named[1]
     status, out, _ = run("info")
@@ -141,8 +133,8 @@ def test_slots_are_filled_by_the_models_own_profile_unless_another_or_none_is_gi
 
 
 @pytest.mark.usefixtures("stories")
-def test_an_engine_that_is_opened_without_options_runs_the_story_model(tiny: Path) -> None:
-    with Engine.open() as engine, Engine.open(Options(tiny)) as named:
+def test_an_engine_that_is_opened_without_options_runs_the_story_model(model: str) -> None:
+    with Engine.open() as engine, Engine.open(Options(model)) as named:
         assert engine.expert_profile is not None
         assert named.expert_profile is None
         ids = engine.encode("hello")

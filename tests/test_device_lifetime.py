@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from device_world import load, make_tiny, random_tokens, read, same_bits
+from device_world import load, random_tokens, read, same_bits
 
 from strata_nb.backend import HostBackend
 from strata_nb.device_model import DeviceModel
@@ -29,13 +29,6 @@ UNDOING = {  # what gives memory back; it cannot be undone where it fails
     "unregister_host",
 }
 IDS = random_tokens(9)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_tiny(path)
-    return path
 
 
 def load_tiny(backend: HostBackend, path: Path) -> DeviceModel:

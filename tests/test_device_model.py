@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from criteria import KL_ALWAYS_ENOUGH, KL_FACTOR
-from device_world import SHAPE, make_tiny, opened, random_tokens, read, read_in, same_bits
+from device_world import SHAPE, opened, random_tokens, read, read_in, same_bits
 from make_model import make_model
 from model_shapes import LOGITS_SHAPES, ModelShape
 from oracle_models import RANDOM_MODELS, RANDOM_TOKENS, float32_logits, random_ids
@@ -36,22 +36,8 @@ CACHE_TYPES = ("f16", "f32", "int8")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "small.gguf"
-    make_model(path, SHAPE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_tiny(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[Engine]:
-    with Engine.open(Options(model, device="host", ctx_size=256, prefill=16, threads=2)) as engine:
+def engine(small: Path) -> Iterator[Engine]:
+    with Engine.open(Options(small, device="host", ctx_size=256, prefill=16, threads=2)) as engine:
         yield engine
 
 
@@ -145,36 +131,36 @@ def test_matrices_of_every_type_in_one_file_are_near_the_judge(
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
 def test_a_row_has_the_same_bits_alone_in_windows_and_in_prompt_batches(
-    model: Path, cache_type: str
+    small: Path, cache_type: str
 ) -> None:
     ids = random_tokens(520)
     cache = {"cache_type_k": cache_type, "cache_type_v": cache_type}
-    with opened(model, ctx=520, threads=1, rows=8, **cache) as one:
+    with opened(small, ctx=520, threads=1, rows=8, **cache) as one:
         alone = read_in(one, ids, 1)
         for rows in range(2, 9):
             assert same_bits(read_in(one, ids[:43], rows), alone[:43]), rows
     for threads, prefill in ((1, 7), (2, 1), (2, 64), (3, 7), (3, 512)):
         options = Options(
-            model, device="host", ctx_size=520, threads=threads, prefill=prefill, **cache
+            small, device="host", ctx_size=520, threads=threads, prefill=prefill, **cache
         )
         with Engine.open(options) as engine:
             assert same_bits(engine.logits(ids), alone), (threads, prefill)
 
 
-def test_two_types_of_cache_give_different_bits(model: Path) -> None:
+def test_two_types_of_cache_give_different_bits(small: Path) -> None:
     ids = random_tokens(20)
     logits = []
     for cache_type in CACHE_TYPES:
-        with opened(model, cache_type_k=cache_type, cache_type_v=cache_type) as one:
+        with opened(small, cache_type_k=cache_type, cache_type_v=cache_type) as one:
             logits.append(read_in(one, ids, 20))
     assert not same_bits(logits[0], logits[1])
     assert not same_bits(logits[0], logits[2])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_sequences_in_one_step_have_the_bits_of_each_alone(model: Path, threads: int) -> None:
+def test_sequences_in_one_step_have_the_bits_of_each_alone(small: Path, threads: int) -> None:
     ids = [random_tokens(70, seed) for seed in (1, 2)]
-    with opened(model, threads=threads, rows=64) as one:
+    with opened(small, threads=threads, rows=64) as one:
         alone = [read_in(one, some, 1) for some in ids]
         numbers = [one.open_sequence(), one.open_sequence()]
         read_so_far = [0, 0]
@@ -242,10 +228,10 @@ class Interrupted:
 
 
 def test_an_interrupt_between_the_layers_of_a_prompt_leaves_every_sequence_as_it_was(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, others = random_tokens(50), random_tokens(40, 1)
-    with opened(model, rows=64) as one:
+    with opened(small, rows=64) as one:
         exact, other_exact = read_in(one, ids, 50), read_in(one, others, 40)
         first, second = one.open_sequence(), one.open_sequence()
         read(one, first, ids[:10])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 import signal
 from collections.abc import Iterator
@@ -14,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cache_world import World
-from device_world import SHAPE, make_tiny, opened, random_tokens, read, same_bits
-from make_model import make_model
+from device_world import SHAPE, opened, random_tokens, read, same_bits
 
 from strata_nb import Engine, Options, Sampling
 from strata_nb.cache.elastic import ElasticKV, GrowthRules
@@ -25,20 +23,6 @@ from strata_nb.kernels.reference import Floats
 
 GREEDY = Sampling(temperature=0)
 CONTEXT = 1024
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "small.gguf"
-    make_model(path, SHAPE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_tiny(path)
-    return path
 
 
 # Rules, on a ledger alone.
@@ -190,7 +174,7 @@ def test_a_growth_that_ctrl_c_came_into_is_said(grown: Grown) -> None:
     synchronize = grown.world.driver.synchronize
 
     def interrupted(device: int) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         synchronize(device)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -307,8 +291,8 @@ def text(model: DeviceModel, tokens: int, *, moving: bool) -> Floats:
 
 
 @pytest.fixture(scope="module")
-def static(model: Path) -> Floats:
-    with opened(model, "host:1x64MiB", ctx=CONTEXT, kv_grow=False) as one:
+def static(small: Path) -> Floats:
+    with opened(small, "host:1x64MiB", ctx=CONTEXT, kv_grow=False) as one:
         assert one.kv.usable_blocks >= CONTEXT // 64
         return text(one, 200, moving=False)
 
@@ -323,12 +307,12 @@ def needed_mib(model: Path, slots: int, cells: int) -> float:
 @pytest.mark.parametrize("slots", [SHAPE.layers, 12, 48])
 @pytest.mark.parametrize("moving", [False, True], ids=["undisturbed", "with give-back"])
 def test_growth_and_give_back_change_no_bit(
-    model: Path, static: Floats, slots: int, moving: bool
+    small: Path, static: Floats, slots: int, moving: bool
 ) -> None:
-    kib = int(needed_mib(model, slots, 640) * 1024 // 16 * 16 + 64)
+    kib = int(needed_mib(small, slots, 640) * 1024 // 16 * 16 + 64)
     device = f"host:1x{kib}KiB@16KiB"
     with opened(
-        model, device, ctx=CONTEXT, kv_grow_init=64, kv_grow_step=1, vram_elastic=True
+        small, device, ctx=CONTEXT, kv_grow_init=64, kv_grow_step=1, vram_elastic=True
     ) as one:
         assert one.kv.usable_blocks < 4
         slots_before = one.arena.usable_slots
@@ -339,11 +323,11 @@ def test_growth_and_give_back_change_no_bit(
 
 
 def test_an_answer_ends_with_a_refusal_when_memory_ends_and_the_engine_goes_on(
-    model: Path,
+    small: Path,
 ) -> None:
-    kib = int(needed_mib(model, SHAPE.layers, 256) * 1024 // 16 * 16 + 16)
+    kib = int(needed_mib(small, SHAPE.layers, 256) * 1024 // 16 * 16 + 16)
     options = Options(
-        model,
+        small,
         device=f"host:1x{kib}KiB@16KiB",
         ctx_size=CONTEXT,
         kv_grow_init=64,

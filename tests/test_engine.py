@@ -25,15 +25,8 @@ from strata_nb.steps import ReferenceSteps, Row
 GREEDY = Sampling(temperature=0)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_model(path, LOGITS_SHAPES["qwen3moe"])
-    return path
-
-
 @pytest.fixture(scope="module", params=["reference", "host"])
-def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(model: str, request: pytest.FixtureRequest) -> Iterator[Engine]:
     with Engine.open(Options(model, device=request.param, ctx_size=64, prefill=7)) as engine:
         yield engine
 
@@ -74,7 +67,7 @@ class Script:
 
 
 @pytest.fixture
-def scripted(model: Path) -> Iterator[Engine]:
+def scripted(model: str) -> Iterator[Engine]:
     with Engine.open(Options(model, ctx_size=600, prefill=4)) as engine:
         yield engine
 
@@ -275,7 +268,7 @@ def test_reading_a_prompt_reports_what_is_done_up_to_the_whole(engine: Engine) -
 
 
 def test_the_context_is_the_models_unless_asked_for_and_a_longer_one_is_warned_of(
-    model: Path,
+    model: str,
 ) -> None:
     with Engine.open(Options(model, device="reference")) as engine:
         assert engine.ctx_size == 1024
@@ -285,7 +278,7 @@ def test_the_context_is_the_models_unless_asked_for_and_a_longer_one_is_warned_o
         assert any("2000" in w and "1024" in w for w in engine.warnings)
 
 
-def test_cache_types_are_used(model: Path, engine: Engine) -> None:
+def test_cache_types_are_used(model: str, engine: Engine) -> None:
     ids = engine.encode("hello there, this is")
     exact = engine.logits(ids)[-1]
     for kinds in (("f32", "f16"), ("int8", "int8")):
@@ -305,7 +298,7 @@ def test_a_file_that_is_none_is_refused_and_nothing_stays_open(tmp_path: Path) -
         Engine.open(Options(broken))
 
 
-def test_a_closed_engine_and_its_sessions_refuse_to_compute(model: Path) -> None:
+def test_a_closed_engine_and_its_sessions_refuse_to_compute(model: str) -> None:
     engine = Engine.open(Options(model, device="reference"))
     session = engine.open_session()
     session.extend([1, 2])
@@ -323,7 +316,7 @@ def test_a_closed_engine_and_its_sessions_refuse_to_compute(model: Path) -> None
             use()
 
 
-def test_closing_an_engine_frees_its_weights(model: Path) -> None:
+def test_closing_an_engine_frees_its_weights(model: str) -> None:
     engine = Engine.open(Options(model, device="reference"))
     assert isinstance(engine._model, ReferenceSteps)
     weights = weakref.ref(engine._model._opened())
@@ -332,7 +325,7 @@ def test_closing_an_engine_frees_its_weights(model: Path) -> None:
 
 
 def test_each_engine_computes_with_its_own_number_of_threads(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
     forward = models.ReferenceModel.forward
@@ -478,7 +471,7 @@ def test_sessions_of_several_threads_take_turns(engine: Engine) -> None:
             assert list(pool.map(write, prompts)) == alone
 
 
-def test_the_judge_counts_no_experts_and_says_so(model: Path, tmp_path: Path) -> None:
+def test_the_judge_counts_no_experts_and_says_so(model: str, tmp_path: Path) -> None:
     with (
         Engine.open(Options(model, "reference")) as engine,
         pytest.raises(ConfigError, match="reference device counts no experts"),
@@ -501,7 +494,7 @@ def test_no_token_can_be_added_behind_a_context_that_is_full(engine: Engine) -> 
     assert session.position == 65
 
 
-def test_the_judge_does_not_promise_bits_that_numpy_does_not_keep(model: Path) -> None:
+def test_the_judge_does_not_promise_bits_that_numpy_does_not_keep(model: str) -> None:
     with pytest.raises(ConfigError, match="--deterministic: the products of the reference device"):
         Engine.open(Options(model, "reference", deterministic=True))
     with Engine.open(Options(model, "host", ctx_size=64, deterministic=True)) as engine:

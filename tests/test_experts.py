@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from cache_world import BLOBS, EXPERTS, World, overwrite, owner_of
+from cache_world import BLOBS, EXPERTS, World, ledger_of, overwrite, owner_of
 from driver_contract import held_stream
 
-from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.experts import ExpertArena, HostArena, Tier
 from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout, slot_budget
 from strata_nb.errors import ConfigError, DriverError, RuleViolation
@@ -26,11 +25,6 @@ def world() -> Iterator[World]:
     yield made
     made.check()
     made.end()
-
-
-def ledger_of(world: World) -> Ledger:
-    assert world.ledger is not None
-    return world.ledger
 
 
 def arena_of(world: World) -> ExpertArena:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
+from multiprocessing import get_context
 
 import pytest
 from gpu_launches import shaped
@@ -19,7 +24,7 @@ TARGETS = ("sm_75", "sm_90", "sm_120")
 OTHER_TARGETS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_100", "sm_103", "sm_121")
 KINDS = sorted(PACKED | UNPACKED)
 LENGTHS = (128, 64, 80, 256)  # of heads, the usual one first
-WIDTHS = (64, 2048, 8192)  # of rows: norms have more threads for wider ones
+WIDTHS = (64, 1024, 8192)  # of rows: norms have more threads for wider ones
 GROUPS = (4, 1, 8)  # heads that share a K/V head
 ROUTERS = ((8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8))
 
@@ -66,32 +71,52 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
         yield None, {}
 
 
-KERNELS_IN_USE = every_kernel()
-EVERY_KERNEL = every_kernel(lengths=True)
-
-
-def check(made_of: tuple[GpuKernel, Sequence[str]], targets: Sequence[str]) -> None:
-    """Compile a kernel for targets."""
-    kernel, kinds = made_of
+def faults(name: str, targets: Sequence[str]) -> list[str]:
+    """Compile a kernel for targets; return what is wrong with its code."""
+    kernel, kinds = every_kernel(lengths=True)[name]
     code = gpu_compile.ptx_code(kernel, kinds)
-    assert ".f64" not in code  # cards for games compute it 64 times slower
+    found = [f"{name} computes in double precision"] if ".f64" in code else []
+    # Without a mode of rounding the linker may join two of them to one, and quotients are near.
+    if re.search(r"(add|sub|mul|mad|div)(\.full|\.approx)?(\.ftz)?\.f32", code):
+        found.append(f"{name} leaves rounding to the linker")
     for target in targets:
         made = gpu_compile.link(code, target)
-        assert made.registers <= kernel.registers, target
-        assert made.spill_bytes == 0, target
+        if made.registers > kernel.registers or made.spill_bytes:
+            found.append(
+                f"{name} for {target}: {made.registers} registers of {kernel.registers}, "
+                f"{made.spill_bytes} bytes spilt"
+            )
+    return found
+
+
+def all_faults(names: Sequence[str], targets: Sequence[str]) -> list[str]:
+    """Compile kernels in as many processes as there are processors."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        found = pool.map(partial(faults, targets=targets), names, chunksize=4)
+        return [fault for some in found for fault in some]
 
 
 def test_every_kernel_of_the_table_is_among_them() -> None:
-    without = [name for name in KERNELS if not any(key.startswith(name) for key in KERNELS_IN_USE)]
+    names = every_kernel()
+    without = [name for name in KERNELS if not any(key.startswith(name) for key in names)]
     assert without == ["expert_gather"]  # rows are read where they are
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS_IN_USE))
-def test_a_kernel_fits_its_registers_on_every_target(name: str) -> None:
-    check(KERNELS_IN_USE[name], TARGETS)
+def test_every_kernel_fits_its_registers_on_old_and_new_targets() -> None:
+    names = sorted(every_kernel())
+    assert len(names) > 100
+    assert all_faults(names, TARGETS) == []
+
+
+def test_a_kernel_that_takes_too_many_registers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, kinds = every_kernel()["quantise"]
+    tight = {"quantise": (kernel._replace(registers=8), kinds)}
+    monkeypatch.setattr(sys.modules[__name__], "every_kernel", lambda *, lengths: tight)
+    (fault,) = faults("quantise", TARGETS[:1])
+    assert "registers of 8" in fault
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(EVERY_KERNEL))
-def test_a_kernel_fits_its_registers_on_the_other_targets_and_for_every_length(name: str) -> None:
-    check(EVERY_KERNEL[name], (*TARGETS, *OTHER_TARGETS))
+def test_every_kernel_fits_its_registers_on_the_other_targets_and_for_every_length() -> None:
+    names = sorted(every_kernel(lengths=True))
+    assert all_faults(names, (*TARGETS, *OTHER_TARGETS)) == []

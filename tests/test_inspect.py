@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from console import Console
-from device_world import make_tiny
 
 from strata_nb.trace_checker import Checker
 from strata_nb.trace_page import ABSENT, NO_ACCESS, SPARE, page_data, trace_page
@@ -19,22 +18,27 @@ from strata_nb.trace_reader import read_trace
 DEVICE = "host:2x16MiB@64KiB"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_tiny(path)
-    return str(path)
-
-
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Console:
     return Console(capsys, monkeypatch)
 
 
 @pytest.fixture
-def trace_file(run: Console, model: str, tmp_path: Path) -> Path:
+def trace_file(run: Console, tiny: Path, tmp_path: Path) -> Path:
     path = tmp_path / "run <b>.jsonl"
-    words = ["-m", model, "--device", DEVICE, "-c", "128", "-n", "5", "--temp", "0", "--ignore-eos"]
+    words = [
+        "-m",
+        str(tiny),
+        "--device",
+        DEVICE,
+        "-c",
+        "128",
+        "-n",
+        "5",
+        "--temp",
+        "0",
+        "--ignore-eos",
+    ]
     status, _, err = run("generate", *words, "--trace", str(path), "ab")
     assert status == 0, err
     return path
@@ -90,12 +94,12 @@ def test_what_a_file_names_moves_no_cursor(run: Console, trace_file: Path) -> No
 
 
 def test_files_that_cannot_be_used_are_refused(
-    run: Console, trace_file: Path, tmp_path: Path, model: str
+    run: Console, trace_file: Path, tmp_path: Path, tiny: Path
 ) -> None:
     for words, message in (
         ([], "inspect needs one file"),
         ([str(tmp_path / "missing")], "No such file"),
-        ([model], "line 1 is not JSON"),
+        ([str(tiny)], "line 1 is not JSON"),
         ([str(trace_file), "--html", str(trace_file)], "names the same file"),
         ([str(trace_file), "--html", str(tmp_path / "none" / "x")], "cannot be written"),
     ):

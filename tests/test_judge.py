@@ -1,18 +1,23 @@
 """The float32 forward against the figures of an independent one, and against itself.
 
-The stored figures come from the transformers library (tools/oracle_transformers.py).
+The stored figures come from the transformers library (tools/oracle_transformers.py). Last, how
+tools/judge.py reads documents apart when it holds a device against this forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import judge
 import numpy as np
 import pytest
+from criteria import text_checks
 from model_shapes import BENCH_SHAPES, Q4_K_M, SPREADS, plan_tensors
-from oracle_models import RANDOM_MODELS, weights_digest
+from oracle_models import RANDOM_MODELS, float32_logits, weights_digest
 
 from strata_nb import cpu, models
 from strata_nb.errors import ConfigError
@@ -21,8 +26,10 @@ from strata_nb.kernels.reference import Floats
 from strata_nb.models import ReferenceModel, weights
 from strata_nb.models.tensors import is_expert
 from strata_nb.models.weights import Kept, tensors_to_keep
+from strata_nb.tokenizer import Tokenizer
 
 ORACLE = Path(__file__).parent / "data/oracle"
+STORIES = Path(models.__file__).parents[1] / "stories/stories.gguf"
 TOLERANCE = 1e-3  # of a logit; the largest are about 20
 
 
@@ -261,3 +268,138 @@ def test_an_interrupt_in_a_forward_leaves_the_state_as_it_was(
     monkeypatch.undo()
     assert state.length == 3
     np.testing.assert_allclose(model.forward([4], state, "last"), straight[3:], rtol=0, atol=1e-4)
+
+
+DOCUMENTS = ["A fox sat by the sea.", "A frog had a hat.\nIt was red.", "One day it rained."]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text of DOCUMENTS, more than one blank line between two of them."""
+    path = tmp_path / "documents.txt"
+    path.write_text("\n \n\n".join(DOCUMENTS[:2]) + "\n\n" + DOCUMENTS[2] + "\n")
+    return path
+
+
+@pytest.fixture
+def alone() -> list[list[int]]:
+    """The ids of DOCUMENTS."""
+    with GGUFFile.open(STORIES) as file:
+        tokenizer = Tokenizer.from_gguf(file)
+    return [list(tokenizer.encode(document)) for document in DOCUMENTS]
+
+
+@pytest.fixture
+def llama_cpp(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], int]]:
+    """What llama.cpp is given to read, (ids, batch); its answer is the float32 forward's."""
+    calls: list[tuple[list[int], int]] = []
+
+    def logits(path: Path, ids: judge.Ids, batch: int) -> Floats:
+        calls.append((ids.tolist(), batch))
+        with GGUFFile.open(path) as file:
+            return float32_logits(file, ids)
+
+    monkeypatch.setattr(judge, "llama_cpp_logits", logits)
+    return calls
+
+
+def judge_text(
+    monkeypatch: pytest.MonkeyPatch, text: Path, *options: str
+) -> tuple[int, dict[str, Any]]:
+    """Run the judge on the story model; return its exit status and what it stores."""
+    kept: dict[str, Any] = {}
+
+    def keep(
+        name: str, what: str, command: str, stored: Mapping[str, object], packages: object
+    ) -> None:
+        kept.update(stored, name=name, command=command)
+
+    monkeypatch.setattr(judge, "write_result", keep)
+    words = ["judge.py", str(STORIES), f"--text={text}", "--device=reference", *options]
+    monkeypatch.setattr(sys, "argv", words)
+    return judge.main(), kept
+
+
+def test_documents_do_not_see_each_other(
+    text: Path,
+    alone: list[list[int]],
+    llama_cpp: list[tuple[list[int], int]],
+) -> None:
+    with GGUFFile.open(STORIES) as file:
+        documents = judge.document_ids(file, text, sum(map(len, alone)))
+        joined = float32_logits(file, np.concatenate(documents))
+        apart = np.concatenate([float32_logits(file, ids) for ids in documents])
+    assert judge.figures(apart, joined)["kl_max"] > 1  # so much would seeing each other change
+    result = judge.judge_model("reference", None, judge.Peer(None), STORIES, documents, text_checks)
+    # The fake llama.cpp reads what it is given alone: no one else may have read it otherwise.
+    assert llama_cpp == [(ids, batch) for batch in (judge.PROMPT_BATCH, 1) for ids in alone]
+    for way in ("prompt", "decode"):
+        for reader in ("device", "llama.cpp"):
+            found: Any = result[way][reader]
+            assert found["kl_max"] < 1e-6, (way, reader)
+        assert result[way]["passed"]
+
+
+def test_whole_documents_are_taken_until_there_are_tokens_enough(
+    text: Path, alone: list[list[int]]
+) -> None:
+    first, second, third = map(len, alone)
+    with GGUFFile.open(STORIES) as file:
+
+        def taken(count: int) -> list[list[int]]:
+            return [ids.tolist() for ids in judge.document_ids(file, text, count)]
+
+        assert taken(1) == taken(first) == alone[:1]
+        assert taken(first + 1) == taken(first + second) == alone[:2]
+        everything = first + second + third
+        assert taken(everything) == alone
+        message = f"has {everything} tokens in 3 documents, wanted {everything + 1} tokens"
+        with pytest.raises(SystemExit, match=message):
+            taken(everything + 1)
+
+
+def test_a_result_says_how_many_documents_and_tokens_were_read_and_how(
+    text: Path,
+    alone: list[list[int]],
+    llama_cpp: list[tuple[list[int], int]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    count = len(alone[0]) + 1
+    tokens = len(alone[0]) + len(alone[1])
+    status, stored = judge_text(monkeypatch, text, "--apart", f"--tokens={count}")
+    assert status == 0
+    assert (stored["documents"], stored["tokens"]) == (2, tokens)
+    assert stored["command"] == (
+        "python tools/judge.py stories.gguf --text=documents.txt --apart --device=reference "
+        f"--tokens={count}"
+    )
+    assert f"{tokens} tokens in 2 documents: 0 of 2 paths failed" in capsys.readouterr().out
+    _, stored = judge_text(monkeypatch, text, f"--tokens={count}")
+    assert (stored["documents"], stored["tokens"]) == (1, count)
+    assert "--apart" not in stored["command"]
+
+
+def test_figures_of_a_peer_are_taken_from_as_many_documents_and_tokens_only(
+    text: Path,
+    alone: list[list[int]],
+    llama_cpp: list[tuple[list[int], int]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    tokens = len(alone[0]) + len(alone[1])
+    options = ("--apart", f"--tokens={tokens}", f"--peer={tmp_path / 'peer.json'}")
+    _, stored = judge_text(monkeypatch, text, *options[:2])
+    (tmp_path / "peer.json").write_text(json.dumps(stored))
+    llama_cpp.clear()
+    _, again = judge_text(monkeypatch, text, *options)
+    assert again["models"] == stored["models"]
+    assert llama_cpp == []
+    for documents, kept in ((None, tokens), (2, tokens + 1)):
+        other = {**stored, "documents": documents, "tokens": kept}
+        if documents is None:  # a result of one text, which does not count documents
+            del other["documents"]
+        (tmp_path / "peer.json").write_text(json.dumps(other))
+        said = f"{kept} tokens in {documents or 1} documents?, not {tokens} tokens in 2 documents"
+        with pytest.raises(SystemExit, match=said):
+            judge_text(monkeypatch, text, *options)

@@ -45,7 +45,12 @@ class Requests(RuleBasedStateMachine):
     def use_experts(self, seed: int) -> None:
         arena = self.ledger.experts
         arena.use += np.random.default_rng(seed).integers(0, 5, arena.use.shape)
-        self.attempt(lambda: arena.fill(arena.hottest()))
+        self.attempt(lambda: arena.fill(arena.hottest(self.ledger.heat())))
+
+    @rule(seed=st.integers(0, 9))
+    def a_policy_says_what_experts_are_worth(self, seed: int) -> None:
+        heat = np.random.default_rng(seed).integers(-3, 4, self.ledger.experts.use.shape)
+        self.ledger.heat = lambda: heat.astype(np.float64)
 
     @rule(chunks=st.integers(1, 6))
     def another_program_takes_memory(self, chunks: int) -> None:
@@ -170,7 +175,7 @@ class Requests(RuleBasedStateMachine):
     def the_coldest_leave(self) -> Iterator[None]:
         """Check that of each size those that stay are the hottest of those that were there."""
         arena = self.ledger.experts
-        before, heat = arena.expert_tier == Tier.SLOT, arena.heat()
+        before, heat = arena.expert_tier == Tier.SLOT, self.ledger.heat()
         yield
         after = arena.expert_tier == Tier.SLOT
         if self.faults:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,9 @@ from strata_nb.loading import (
 )
 from strata_nb.loading_pieces import LoadProgress
 from strata_nb.packing import unpack
+from strata_nb.progress import Progress
 
 Bytes = npt.NDArray[np.uint8]
-Report = Callable[[int, int], object]
 
 # Parts of a blob whose bytes are no multiple of 256, and an embedding that ends in a short group.
 SHAPE = ModelShape(
@@ -85,7 +85,7 @@ class World:
         *,
         threads: int = 2,
         keep_cached: bool = True,
-        report: Report | None = None,
+        report: Progress | None = None,
     ) -> DenseWeights | HostExperts:
         file, driver, progress = self.file, self.driver, LoadProgress(self.file.size_bytes, report)
         if what == "dense":

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from device_world import load, make_tiny, opened, random_tokens, read, same_bits
+from device_world import load, opened, random_tokens, read, same_bits
 
 from strata_nb.backend import HostBackend
 from strata_nb.device_model import DeviceModel
@@ -19,13 +19,6 @@ from strata_nb.kernels.reference import Floats
 
 IDS = random_tokens(40)
 DEVICE = "host:1x4MiB@16KiB"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_tiny(path)
-    return path
 
 
 def load_tiny(backend: HostBackend, path: Path) -> DeviceModel:

@@ -29,13 +29,6 @@ TEXT = "hello there, this is a text of some length. " * 6  # 252 tokens, "he" be
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_model(path, LOGITS_SHAPES["qwen3moe"])
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def model_with_ends(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model whose vocabulary asks for BOS before and EOS after a text."""
     folder = tmp_path_factory.mktemp("models")

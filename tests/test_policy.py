@@ -367,6 +367,33 @@ def test_no_policy_lets_an_expert_leave_that_the_window_used(make: Callable[[], 
     assert changes > 10
 
 
+def test_a_policy_says_what_experts_are_worth_and_lets_nobody_change_it() -> None:
+    none = mask("xxxx")
+    for policy, wanted in (
+        (Static(1, 4), [2, 1, 1, 0]),
+        (LeastRecent(1, 4), [2, 1, 2, -1]),
+        (LeastUsed(1, 4, decay=0.5), [1.25, 0.5, 1, 0]),
+        (Swaps(1, 4, every=2, decay=0.5), [1.5, 0.5, 1, 0]),
+    ):
+        for window in ([0], [1], [0, 2]):
+            policy.after(used(1, 4, *((0, expert) for expert in window)), 1, none, 4)
+        for _ in range(2):
+            heat = policy.heat()
+            assert heat.tolist() == [wanted], policy
+            heat[:] = 9
+
+
+def test_insertion_says_the_chance_that_it_decides_by() -> None:
+    policy, foresight = Insertion(np.full((1, 4), -1)), Foresight(np.full((1, 4), -1))
+    assert len(set(policy.heat().ravel().tolist())) == 1  # nothing is known
+    for expert in (0, 1, 0, 2, 0, 3):
+        window = used(1, 4, (0, expert))
+        policy.after(window, 1, mask("xxxx"), 4)
+        chance = foresight.after(window, 1)
+        assert np.array_equal(policy.heat(), chance)
+        assert np.array_equal(policy.heat(), chance)
+
+
 # Foresight.
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from cache_world import (
     KV,
     UNIT,
     World,
+    ledger_of,
     owner_of,
     read_rows,
     rows_of,
@@ -50,11 +50,6 @@ def world() -> Iterator[World]:
     made.driver.faults.lift()
     made.check()
     made.end()
-
-
-def ledger_of(world: World) -> Ledger:
-    assert world.ledger is not None
-    return world.ledger
 
 
 def free_bytes(world: World) -> int:
@@ -514,7 +509,7 @@ def interrupted_at(world: World, operation: str) -> Iterator[None]:
     call = getattr(world.driver, operation)
 
     def interrupted(*arguments: object) -> object:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return call(*arguments)
 
     setattr(world.driver, operation, interrupted)

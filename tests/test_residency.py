@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cache_world import BLOBS, EXPERTS, World, has_free_slots, overwrite, owner_of
+from cache_world import BLOBS, EXPERTS, UNIT, World, has_free_slots, overwrite, owner_of
 
 from strata_nb.cache.experts import Tier
-from strata_nb.cache.policy import Counts, Insertion, Mask, Moves, Ranks, static
+from strata_nb.cache.policy import (
+    ANY_LEAD,
+    Counts,
+    Heat,
+    Insertion,
+    LeastRecent,
+    Mask,
+    Moves,
+    Policy,
+    Ranks,
+    exchanges,
+    static,
+)
 from strata_nb.cache.residency import Residency
 from strata_nb.errors import DeviceLost
 
@@ -37,11 +49,15 @@ class Told:
         self.ranks = ranks
         self.told: list[tuple[npt.NDArray[np.integer], int, Mask, int]] = []
         self.next = Moves([], [])
+        self.worth = np.zeros(ranks.shape)
 
     def after(self, used: Counts, rows: int, resident: Mask, slots: int) -> Moves:
         self.told.append((used, rows, resident, slots))
         moves, self.next = self.next, Moves([], [])
         return moves
+
+    def heat(self) -> Heat:
+        return self.worth.copy()
 
 
 def residency_of(world: World, ranks: Ranks = NO_RANKS) -> tuple[Residency, list[Told]]:
@@ -182,11 +198,96 @@ def test_slots_are_counted_as_the_ledger_leaves_them(world: World) -> None:
     assert seen == set(range(7))
 
 
+# Heat, for the ledger.
+
+
+def test_the_policy_says_who_is_colder_then_use_then_the_profile(world: World) -> None:
+    assert world.ledger is not None
+    arena = world.ledger.experts
+    residency, (small, large) = residency_of(world)
+    small.worth[:] = [[7, 5, 5, 5], [-9, 5, 5, 8]]  # layers 0 and 2
+    large.worth[:] = [[0.25, 0, 0, 0]]
+    arena.use[0] = [0, 3, 4, 4]
+    arena.use[2] = [9, 4, 4, 0]
+    arena.use[1] = [0, 0, 0, 1]
+    arena.prior[2] = [0.9, 0.5, 0.0, 0.0]
+    arena.prior[1] = [0.0, 0.5, 0.9, 0.0]
+    heat = residency.heat()
+    assert heat[[0, 2]].tolist() == [[4, 1, 2, 2], [0, 3, 2, 5]]
+    assert heat[1].tolist() == [3, 0, 1, 2]
+
+
+def last_used(ranks: Ranks) -> LeastRecent:
+    return LeastRecent(*ranks.shape)
+
+
+def test_slots_are_lost_and_come_back_in_the_order_of_the_policy(world: World) -> None:
+    assert world.ledger is not None
+    ledger, arena = world.ledger, world.ledger.experts
+    residency = Residency(arena, NO_RANKS, last_used, say=world.said.append)
+    ledger.heat = residency.heat
+    for used, times in (
+        ((0, 2), 5),
+        ((0, 0), 3),
+        ((2, 0), 2),
+        ((0, 1), 1),
+        ((2, 1), 1),
+        ((1, 2), 5),
+        ((1, 0), 2),
+        ((1, 1), 1),
+    ):
+        for _ in range(times):
+            arena.use[used] += 1
+            residency.after(1)
+    assert arena.resident == arena.usable_slots == 6
+    there, reserve = arena.expert_tier == Tier.SLOT, ledger.reserve_bytes
+    ledger.set_reserve(100 * UNIT)  # a slot of each layer is left
+    assert np.argwhere(arena.expert_tier == Tier.SLOT).tolist() == [[0, 1], [1, 1], [2, 1]]
+    ledger.set_reserve(reserve)  # (0, 2) and (1, 2) were used most often, and longest ago
+    assert np.array_equal(arena.expert_tier == Tier.SLOT, there)
+
+
+@pytest.mark.parametrize("make", [static, last_used, Insertion])
+def test_who_leaves_first_when_slots_are_lost_is_who_the_policy_lets_leave_next(
+    make: Callable[[Ranks], Policy],
+) -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        world = World(slots=2 * LAYERS, blobs=(BLOBS[0],) * LAYERS)
+        ledger = world.open()
+        arena = ledger.experts
+        residency = Residency(arena, NO_RANKS, make, say=world.said.append)
+        for _ in range(30):
+            arena.use += rng.random((LAYERS, EXPERTS)) ** 4 > 0.5
+            residency.after(1)
+        heat, there = residency.heat(), arena.expert_tier == Tier.SLOT
+        moves = exchanges(
+            heat,
+            there,
+            ~there & (heat == heat[~there].max()),
+            np.zeros_like(there),
+            6,
+            floor=0,
+            margin=ANY_LEAD,
+        )
+        ledger.heat = residency.heat
+        left = there
+        while np.array_equal(left, there):
+            ledger.carry_out(replace(ledger.holdings(), experts=ledger.holdings().experts - 1))
+            left = arena.expert_tier == Tier.SLOT
+        gone = heat[there & ~left]
+        assert heat[moves.evicted[0]] == gone.min()
+        assert gone.max() <= heat[left].min()
+        world.check()
+        world.end()
+
+
 @pytest.mark.parametrize("make", [static, Insertion])
 def test_policies_and_the_ledger_agree_whatever_happens(world: World, make: type) -> None:
     assert world.ledger is not None
     ledger, arena = world.ledger, world.ledger.experts
     residency = Residency(arena, NO_RANKS, make, say=world.said.append)
+    ledger.heat = residency.heat
     rng = np.random.default_rng(0)
     for step in range(200):
         rows = int(rng.integers(1, 12))

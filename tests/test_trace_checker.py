@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from device_world import load, make_tiny, random_tokens, read
+from device_world import load, random_tokens, read
 
 from strata_nb.backend import HostBackend
 from strata_nb.cache.plan import Holdings
@@ -56,13 +56,6 @@ def record(path: Path, model_path: Path, *, fail: tuple[str, int, bool] | None =
                     ledger.check_integrity()
             faults.lift()
             read(model, model.open_sequence(), IDS)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_tiny(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
-from device_world import load, make_tiny, random_tokens, read, same_bits
+from device_world import load, random_tokens, read, same_bits
 from driver_contract import DriverCase, ExecutionContract, MemoryContract, RangeContract
 
 from strata_nb import Engine, Options
@@ -49,13 +51,6 @@ class TestExecution(ExecutionContract):
 
 class TestRanges(RangeContract):
     pass
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_tiny(path)
-    return path
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -97,6 +92,33 @@ def test_an_error_of_the_driver_passes_and_stands_in_the_trace(tmp_path: Path) -
     assert line["outcome"] == "DriverError"
     assert line["message"] == str(refused.value)
     assert "result" not in line
+
+
+@pytest.mark.parametrize("moment", ["in the call", "while its line is written"])
+def test_a_call_that_ctrl_c_came_into_has_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    host = HostDriver(parse_host_devices(DEVICE))
+    with closing(host), closing(Recorder(tmp_path / "trace", say=print)) as recorder:
+        where, name = (host, "reserve") if moment == "in the call" else (recorder, "call")
+        whole = getattr(where, name)
+
+        @wraps(whole)
+        def interrupted(*arguments: object) -> object:
+            if where is recorder:
+                signal.raise_signal(signal.SIGINT)
+            result = whole(*arguments)
+            signal.raise_signal(signal.SIGINT)
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                RecordingDriver(host, recorder).reserve(UNIT)
+        assert host.live() == {"reservations": 1}
+        line, *_ = lines_of(tmp_path / "trace")
+        assert (line["kind"], line["outcome"]) == ("reserve", "ok")
+        RecordingDriver(host, recorder).address_free(line["result"], UNIT)
 
 
 def test_a_line_says_whose_memory_it_is_about(tmp_path: Path) -> None:

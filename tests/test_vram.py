@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 from device_world import SHAPE, random_tokens
-from make_model import make_model
 
 from strata_nb import Engine, Options, Sampling
 from strata_nb.commands.control import ControlSocket, answer
@@ -33,16 +32,9 @@ IDS = random_tokens(30)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "small.gguf"
-    make_model(path, SHAPE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def options(model: Path) -> Options:
+def options(small: Path) -> Options:
     return Options(
-        model,
+        small,
         device="host:1x9MiB@64KiB",
         ctx_size=512,
         prefill=64,
@@ -341,9 +333,9 @@ def client(path: str) -> socket.socket:
     return made
 
 
-def test_a_running_generate_answers_on_its_socket(model: Path, tmp_path: Path) -> None:
+def test_a_running_generate_answers_on_its_socket(small: Path, tmp_path: Path) -> None:
     path = tmp_path / "control"
-    command = [sys.executable, "-m", "strata_nb", "generate", "-m", str(model), "-p", "abc"]
+    command = [sys.executable, "-m", "strata_nb", "generate", "-m", str(small), "-p", "abc"]
     command += [
         "--device",
         "host:1x9MiB@64KiB",
@@ -377,8 +369,8 @@ def test_a_running_generate_answers_on_its_socket(model: Path, tmp_path: Path) -
     assert not path.exists()
 
 
-def test_generate_keeps_what_was_written_when_memory_ends(model: Path) -> None:
-    command = [sys.executable, "-m", "strata_nb", "generate", "-m", str(model), "-p", "abc"]
+def test_generate_keeps_what_was_written_when_memory_ends(small: Path) -> None:
+    command = [sys.executable, "-m", "strata_nb", "generate", "-m", str(small), "-p", "abc"]
     command += [
         "--device",
         "host:1x4MiB@16KiB",
@@ -401,8 +393,8 @@ def test_generate_keeps_what_was_written_when_memory_ends(model: Path) -> None:
     assert run.stdout
 
 
-def test_on_a_terminal_growth_is_told_after_the_text(model: Path) -> None:
-    command = [sys.executable, "-m", "strata_nb", "generate", "-m", str(model), "-p", "abc"]
+def test_on_a_terminal_growth_is_told_after_the_text(small: Path) -> None:
+    command = [sys.executable, "-m", "strata_nb", "generate", "-m", str(small), "-p", "abc"]
     command += ["--device", "host:1x9MiB@64KiB", "-c", "4096", "--prefill", "64"]
     command += ["--kv-grow-init", "64", "--kv-grow-step", "1024"]
     command += ["-n", "400", "--ignore-eos", "--temp", "0"]

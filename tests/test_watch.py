@@ -13,20 +13,15 @@ import numpy as np
 import pytest
 from cache_world import owner_of
 from console import Console as CommandLine
-from device_world import make_tiny, opened, random_tokens, read
+from device_world import opened, random_tokens, read
 from rich.console import Console
 
 from strata_nb import Engine, Options
+from strata_nb.cache.accounts import Change
 from strata_nb.commands.watch import Watch, cells_text
+from strata_nb.errors import DriverError
 
 DEVICE = "host:1x16MiB@64KiB"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
-    make_tiny(path)
-    return path
 
 
 @pytest.fixture
@@ -57,6 +52,26 @@ def test_a_look_is_what_the_ledger_and_the_tables_say(tiny: Path) -> None:
                 first_chunk, last = at // look.chunk_bytes, (at + size - 1) // look.chunk_bytes
                 wanted[first_chunk : last + 1] += values[owner]
         assert np.allclose(look.arena_heat(values), wanted)
+
+
+def test_growths_are_those_that_were_announced_whatever_lies_between_two_looks(tiny: Path) -> None:
+    with opened(tiny, DEVICE, ctx=512, kv_grow_init=64, kv_grow_step=64) as model:
+        ledger, heard = model.ledger, list[Change]()
+        ledger.announce = heard.append
+        assert model.look().growths == 0
+        ledger.grow_kv(3, 3)
+        ledger.grow_kv(3, 3)  # nothing to do
+        ledger.grow_kv(4, 4)
+        ledger.trim_kv(1)
+        assert model.look().growths == 2
+        model._backend.driver.faults.plan("map")
+        with pytest.raises(DriverError):
+            ledger.grow_kv(4, 4)
+        assert model.look().growths == 2
+        ledger.grow_kv(2, 2)
+        assert model.look().growths == 3
+        requests = [change.request for change in heard]
+        assert requests == ["grow_kv"] * 3 + ["trim_kv"] + ["grow_kv"] * 2
 
 
 def test_cells_are_one_a_chunk_and_lie_above_each_other_where_there_are_many() -> None:

@@ -4,36 +4,44 @@ Run it from the root of the project, in an environment that also has llama-cpp-p
 dependency of the project, or with --peer.
 
 Usage:
-  judge.py MODEL --text=FILE [--device=NAME] [--tokens=N] [--threads=N] [--name=NAME] [--peer=FILE]
-  judge.py --random [--only=NAMES] [--device=NAME] [--tokens=N] [--threads=N] [--name=NAME]
+  judge.py MODEL --text=FILE [--apart] [--device=NAME] [--tokens=N] [--threads=N] [--name=NAME]
            [--peer=FILE]
+  judge.py --random [--only=NAMES] [--device=NAME] [--tokens=N] [--threads=N] [--name=NAME]
+           [--peer=FILE] [--jobs=N]
   judge.py --help
 
 Options:
   --text=FILE    evaluate the first tokens of a text, by the model's own tokenizer
+  --apart        the text holds documents, a blank line between them: read each alone, from its
+                 first token
   --random       evaluate random tokens on the random models of tools/oracle_models.py, and on a
                  random mixture of experts of every type that a matrix can have but F64
   --only=NAMES   of those, the ones with these names, comma-separated; then nothing is stored
   --device=NAME  the device that is judged [default: auto]
-  --tokens=N     how many [default: 1000]
+  --tokens=N     how many; of documents, the first whole ones that have as many together
+                 [default: 1000]
   --threads=N    of the device; default: its own choice
   --name=NAME    the figures go to bench/results/judge_NAME.json; default: the model's name, or
                  random
   --peer=FILE    take llama.cpp's figures from an earlier result of this program on the same model
                  and tokens, for a machine that has no llama-cpp-python
+  --jobs=N       random models that are judged at a time [default: 1]
 
 Both the device and llama.cpp read the tokens twice: as a prompt, and one by one. The criteria are
-those of tools/criteria.py.
+those of tools/criteria.py, over the rows of all documents together.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +59,10 @@ from strata_nb.formats import DEQUANTISABLE, TensorType
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.host.capability import PATH
 from strata_nb.kernels.reference import Floats
+from strata_nb.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
+Documents = list[Ids]  # each is read alone; a text that is read as one is one document
 Criteria = Callable[[Figures, Figures], list[Check]]
 Result = dict[str, dict[str, object]]  # of the paths of one model
 
@@ -71,64 +81,124 @@ def main() -> int:
     arguments = docopt(str(__doc__))
     count = int(arguments["--tokens"])
     threads = int(arguments["--threads"]) if arguments["--threads"] else None
-    peer = Peer(arguments["--peer"], count)
+    peer = Peer(arguments["--peer"])
     judge = partial(judge_model, arguments["--device"], threads, peer)
     print("model, path | criterion | device | llama.cpp | limit | verdict")
     print("---|---|---|---|---|---")
     if arguments["--random"]:
-        results = judge_random(judge, count, arguments["--only"])
+        results = judge_random(judge, count, arguments["--only"], int(arguments["--jobs"]))
+        size = Size(1, count)
         name = "random"
     else:
         model, text = Path(arguments["MODEL"]), Path(arguments["--text"])
         with GGUFFile.open(model) as file:
-            ids = text_ids(file, text, count)
-        results = {model.name: judge(model, ids, text_checks)}
+            read = document_ids if arguments["--apart"] else one_document
+            documents = read(file, text, count)
+        results = {model.name: judge(model, documents, text_checks)}
+        size = Size.of(documents)
         name = model.stem
     if arguments["--only"] is None:
-        store(
-            arguments["--name"] or name, arguments["--device"], command(arguments), count, results
-        )
+        store(arguments["--name"] or name, arguments["--device"], command(arguments), size, results)
     failed = sum(not path["passed"] for paths in results.values() for path in paths.values())
-    print(f"\n{failed} of {2 * len(results)} paths failed")
+    print(f"\n{size}: {failed} of {2 * len(results)} paths failed")
     return 1 if failed else 0
 
 
 def judge_random(
-    judge: Callable[[Path, Ids, Criteria], Result], count: int, only: str | None
+    judge: Callable[[Path, Documents, Criteria], Result], count: int, only: str | None, jobs: int
 ) -> dict[str, Result]:
-    """Judge random models by name, all of them or those named in `only`."""
+    """Judge random models by name, all of them or those named in `only`, `jobs` at a time."""
     makers = RANDOM_MODELS | TYPE_MODELS
     names = list(makers) if only is None else only.split(",")
     unknown = [name for name in names if name not in makers]
     if unknown:
         raise SystemExit(f"--only {unknown[0]}: no such model; known: {', '.join(makers)}")
-    results = {}
-    for name in names:
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / f"{name}.gguf"
-            makers[name](path)
-            with GGUFFile.open(path) as file:
-                ids = random_ids(file, count)
-            results[name] = judge(path, ids, random_checks)
-    return results
+    one = partial(judge_random_model, judge, count)
+    if jobs == 1:
+        return dict(zip(names, map(one, names), strict=True))
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        return dict(zip(names, pool.map(one, names), strict=True))
+
+
+def judge_random_model(
+    judge: Callable[[Path, Documents, Criteria], Result], count: int, name: str
+) -> Result:
+    """Make a random model, and judge it on random tokens."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / f"{name}.gguf"
+        (RANDOM_MODELS | TYPE_MODELS)[name](path)
+        with GGUFFile.open(path) as file:
+            ids = random_ids(file, count)
+        return judge(path, [ids], random_checks)
+
+
+def one_document(file: GGUFFile, text: Path, count: int) -> Documents:
+    """Return the first `count` tokens of a text file as one document."""
+    return [text_ids(file, text, count)]
+
+
+def document_ids(file: GGUFFile, text: Path, count: int) -> Documents:
+    """Return the first documents of a text file, so many that they have `count` tokens or more.
+
+    A document is a paragraph: a blank line ends it. It is encoded by itself.
+    """
+    tokenizer = Tokenizer.from_gguf(file)
+    documents: Documents = []
+    tokens = 0
+    for paragraph in re.split(r"\n\s*\n", text.read_text(encoding="utf-8")):
+        if tokens >= count:
+            break
+        if paragraph.strip():
+            documents.append(np.array(tokenizer.encode(paragraph.strip("\n"))))
+            tokens += len(documents[-1])
+    if tokens < count:
+        raise SystemExit(f"{text} has {Size.of(documents)}, wanted {count} tokens")
+    return documents
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Say how much was read. Figures are compared only where it is the same."""
+
+    documents: int
+    tokens: int  # of all documents together
+
+    @classmethod
+    def of(cls, documents: Documents) -> Size:
+        """Count documents and their tokens."""
+        return cls(len(documents), sum(map(len, documents)))
+
+    def __str__(self) -> str:
+        documents = "1 document" if self.documents == 1 else f"{self.documents} documents"
+        return f"{self.tokens} tokens in {documents}"
 
 
 class Peer:
     """Give llama.cpp's figures: measured now, or from an earlier result."""
 
-    def __init__(self, result: str | None, tokens: int) -> None:
+    def __init__(self, result: str | None) -> None:
+        self._result = result
         self._stored: dict[str, Result] | None = None
         if result is not None:
             stored = json.loads(Path(result).read_text())
-            if stored["tokens"] != tokens:
-                raise SystemExit(f"--peer {result}: of {stored['tokens']} tokens, not of {tokens}")
+            # Results that do not count documents are of one.
+            self._size = Size(stored.get("documents", 1), stored["tokens"])
             self._stored = stored["models"]
 
-    def figures(self, path: Path, ids: Ids, exact: Floats, way: str) -> dict[str, float]:
+    def check(self, documents: Documents) -> None:
+        """Exit where the earlier result is not of as many documents and tokens."""
+        if self._stored is not None and self._size != Size.of(documents):
+            raise SystemExit(f"--peer {self._result}: {self._size}, not {Size.of(documents)}")
+
+    def figures(
+        self, path: Path, documents: Documents, exact: Floats, way: str
+    ) -> dict[str, float]:
         """Return the figures of one way through a model: prompt or decode."""
         if self._stored is None:
             batch = PROMPT_BATCH if way == "prompt" else 1
-            return figures(exact, llama_cpp_logits(path, ids, batch))
+            return figures(
+                exact, read_apart(lambda ids: llama_cpp_logits(path, ids, batch), documents)
+            )
         found = self._stored.get(path.name, self._stored.get(path.stem))
         if found is None:
             raise SystemExit(f"--peer: no model {path.name} among {', '.join(self._stored)}")
@@ -137,18 +207,28 @@ class Peer:
 
 
 def judge_model(
-    device: str, threads: int | None, peers: Peer, path: Path, ids: Ids, criteria: Criteria
+    device: str,
+    threads: int | None,
+    peers: Peer,
+    path: Path,
+    documents: Documents,
+    criteria: Criteria,
 ) -> Result:
     """Return figures and checks of both paths through a model, and print the checks."""
+    peers.check(documents)
     with GGUFFile.open(path) as file:
-        exact = float32_logits(file, ids)
-    options = Options(model=path, device=device, ctx_size=len(ids), threads=threads)
+        exact = read_apart(partial(float32_logits, file), documents)
+    longest = max(map(len, documents))
+    options = Options(model=path, device=device, ctx_size=longest, threads=threads)
     with Engine.open(options) as engine:
-        logits = {"prompt": engine.logits(ids.tolist()), "decode": decode_logits(engine, ids)}
+        logits = {
+            "prompt": read_apart(lambda ids: engine.logits(ids.tolist()), documents),
+            "decode": read_apart(partial(decode_logits, engine), documents),
+        }
     result: Result = {}
     for name in ("prompt", "decode"):
         ours = figures(exact, logits[name])
-        peer = peers.figures(path, ids, exact, name)
+        peer = peers.figures(path, documents, exact, name)
         checks = criteria(ours, peer)
         for check in checks:
             print(f"{path.stem}, {name} | {check.row()}", flush=True)
@@ -161,13 +241,21 @@ def judge_model(
     return result
 
 
+def read_apart(logits_of: Callable[[Ids], Floats], documents: Documents) -> Floats:
+    """Return the logits (tokens of all documents, vocab); `logits_of` reads one in a new context.
+
+    Figures over these rows weigh every token alike, however long its document.
+    """
+    return np.concatenate([logits_of(ids) for ids in documents])
+
+
 def decode_logits(engine: Engine, ids: Ids) -> Floats:
     """Return the logits (tokens, vocab) of a session that reads one token at a time."""
-    session = engine.open_session()
     logits = np.empty((len(ids), engine.description.vocab_size), np.float32)
-    for row, token in zip(logits, ids.tolist(), strict=True):
-        session.extend([token])
-        row[:] = session.next_logits()
+    with engine.open_session() as session:
+        for row, token in zip(logits, ids.tolist(), strict=True):
+            session.extend([token])
+            row[:] = session.next_logits()
     return logits
 
 
@@ -183,11 +271,13 @@ def command(arguments: Mapping[str, str | None]) -> str:
         words += [Path(arguments["MODEL"]).name, f"--text={Path(arguments['--text']).name}"]
     else:
         words.append("--random")
+    if arguments["--apart"]:
+        words.append("--apart")
     flags = ("--device", "--tokens", "--threads", "--name", "--peer")
     return " ".join(words + [f"{flag}={arguments[flag]}" for flag in flags if arguments[flag]])
 
 
-def store(name: str, device: str, command: str, tokens: int, results: Mapping[str, Result]) -> None:
+def store(name: str, device: str, command: str, size: Size, results: Mapping[str, Result]) -> None:
     """Write the figures with all that they depend on."""
     peer_packages = () if "--peer" in command else ("llama_cpp_python",)
     write_result(
@@ -198,7 +288,7 @@ def store(name: str, device: str, command: str, tokens: int, results: Mapping[st
         {
             "device": device_name(device),
             "cpu_path": PATH.value,
-            "tokens": tokens,
+            **asdict(size),
             "models": results,
         },
         ("numpy", "numba", "llvmlite", *peer_packages),

@@ -112,9 +112,16 @@ FAULTS = (
     Fault(
         "experts leave by place and not by heat",
         "strata_nb/cache/experts.py",
-        "        return choose_moves(heat.tolist(), kept, self.layout)\n",
+        "        return choose_moves(of_slot.tolist(), kept, self.layout)\n",
         "        return {}\n",
         LEDGER,
+    ),
+    Fault(
+        "experts leave by use, whatever the policy says",
+        "strata_nb/cache/capacity.py",
+        "self.experts.moves_into(wanted.experts * size, self.heat())",
+        "self.experts.moves_into(wanted.experts * size, self.experts.heat())",
+        ("tests/test_residency.py",),
     ),
     Fault(
         "experts give more than they must keep",

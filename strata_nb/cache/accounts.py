@@ -21,7 +21,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LedgerReport:
     """Describe a device's ledger for people.
 
     slots, resident   expert slots, and how many hold an expert

@@ -23,12 +23,13 @@ from typing import Protocol
 import numpy as np
 
 from strata_nb.cache import requests
-from strata_nb.cache.accounts import Account, Change, Report
+from strata_nb.cache.accounts import Account, Change, LedgerReport
 from strata_nb.cache.experts import ExpertArena, Tier
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.cache.look import Look
 from strata_nb.cache.plan import Holdings, Plan
+from strata_nb.cache.policy import Heat
 from strata_nb.cache.requests import Situation
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
 from strata_nb.interrupts import interrupts_later
@@ -59,6 +60,9 @@ class Ledger:
     announce        called with every `Change` that was asked for, also those that failed; it must
                     not call the ledger
     record          the same for every event of docs/trace.md
+    heat            says what each expert (layers, experts) is worth: of each size the coldest leave
+                    and the hottest come back. A policy's, once one is in force
+    growths         of the K/V so far, as announced
     """
 
     def __init__(
@@ -80,12 +84,14 @@ class Ledger:
         self.plan = plan
         self.kv = kv
         self.experts = experts
+        self.heat: Callable[[], Heat] = experts.heat
         self._driver = driver
         self._say = say
         self._pool = ChunkPool(driver, device, plan.chunk_bytes, say=say)
         self._ranges: dict[str, Range] = {}  # "kv" and "experts", while they are open
         self._loan = 0
         self._moved = 0  # experts, in all changes so far
+        self.growths = 0
         self._lost: DeviceLost | None = None
 
     def open(self) -> None:
@@ -237,13 +243,14 @@ class Ledger:
                     filled,
                     error,
                 )
+                self.growths += request == "grow_kv" and change.after.kv > before.kv
                 self.announce(change)
         return change
 
     def _refill(self) -> int:
         """Bring the hottest experts into free slots; where that fails they are read in place."""
         try:
-            return self.experts.fill(self.experts.hottest())
+            return self.experts.fill(self.experts.hottest(self.heat()))
         except DeviceLost as error:
             self._lost = error
             raise
@@ -300,11 +307,11 @@ class Ledger:
         base = self._ranges["experts"].base if held.loan else 0
         return base + held.experts * size, held.loan * size
 
-    def describe(self) -> Report:
+    def describe(self) -> LedgerReport:
         """Return slots, cells and bytes as they are now."""
         account, size = self.account(), self.plan.chunk_bytes
         owners = ("experts", "kv", "loan", "spare", "given_back", "stuck")
-        return Report(
+        return LedgerReport(
             device=self.device,
             chunk_bytes=size,
             slots=self.experts.usable_slots,
@@ -328,6 +335,7 @@ class Ledger:
             chunks={owner: count for owner, count in account.items() if owner != "capacity"},
             kv_cells=kv.usable_blocks * BLOCK_CELLS,
             free_cells=kv.free_cells,
+            growths=self.growths,
             slots=arena.usable_slots,
             hits=hits,
             misses=misses,
@@ -425,7 +433,7 @@ class Ledger:
         size, held = self.plan.chunk_bytes, self.holdings()
         if wanted.kv < held.kv:
             self.kv.compact(wanted.kv * size // self.kv.layout.block_bytes)
-        moves = self.experts.moves_into(wanted.experts * size)
+        moves = self.experts.moves_into(wanted.experts * size, self.heat())
         if moves:
             self.experts.make_way(moves)
             self._drain()

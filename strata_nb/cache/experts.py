@@ -119,23 +119,28 @@ class ExpertArena:
         self.usable_slots = usable
 
     def heat(self) -> npt.NDArray[np.float64]:
-        """Return how much each expert (layers, experts) is wanted on the device."""
+        """Return how much each expert (layers, experts) is worth where no policy says it."""
         return self.use + self.prior
 
-    def hottest(self) -> list[tuple[int, int]]:
-        """Return the experts without a slot that were ever wanted, hottest first."""
-        heat = np.where(self.expert_tier == Tier.IN_PLACE, self.heat(), 0)
-        order = np.argsort(-heat, axis=None, kind="stable")[: np.count_nonzero(heat)]
-        return [divmod(int(number), self.layout.experts) for number in order]
+    def hottest(self, heat: npt.NDArray[np.float64]) -> list[tuple[int, int]]:
+        """Return the experts without a slot that were ever used or ranked, hottest first."""
+        wanted = (self.expert_tier == Tier.IN_PLACE) & (self.heat() > 0)
+        order = np.argsort(np.where(wanted, -heat, np.inf), axis=None, kind="stable")
+        return [
+            divmod(int(number), self.layout.experts) for number in order[: np.count_nonzero(wanted)]
+        ]
 
-    def moves_into(self, usable_bytes: int) -> dict[int, int]:
-        """Return which experts should move (slot: slot) before only `usable_bytes` stay."""
+    def moves_into(self, usable_bytes: int, heat: npt.NDArray[np.float64]) -> dict[int, int]:
+        """Return which experts should move (slot: slot) before only `usable_bytes` stay.
+
+        heat   of each expert (layers, experts)
+        """
         kept = min(len(self._owner), self.layout.slots_within(usable_bytes))
         owner = self._owner[: self.usable_slots]
         if kept >= len(owner):
             return {}
-        heat = np.append(self.heat().ravel(), -np.inf)[owner]  # the last is nobody's
-        return choose_moves(heat.tolist(), kept, self.layout)
+        of_slot = np.append(heat.ravel(), -np.inf)[owner]  # the last is nobody's
+        return choose_moves(of_slot.tolist(), kept, self.layout)
 
     def make_way(self, moves: Mapping[int, int]) -> None:
         """Evict the experts in the slots that others will move to; those slots are draining."""

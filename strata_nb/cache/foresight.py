@@ -67,9 +67,9 @@ class Foresight:
         self._weights = np.tile(_FIRST_WEIGHTS, (classes, 1))
 
     def after(self, used: Counts, rows: int) -> Heat:
-        """Return the share of the tokens after a window that use each expert (layers, experts).
+        """Take in a window of `rows` tokens, and return the chance behind it.
 
-        used   (layers, experts): how often the window chose each; `rows` is its tokens
+        used   (layers, experts): how often the window chose each
         """
         share = used.reshape(-1) / rows
         mean = max(float(share.mean()), 1 / share.size)
@@ -77,6 +77,13 @@ class Foresight:
             self._begin(mean)
         self._follow(used.reshape(-1), share, rows)
         self._learn(used.reshape(-1), rows, mean)
+        return self.chance()
+
+    def chance(self) -> Heat:
+        """Return the share of the next tokens that will use each expert (layers, experts).
+
+        Before the first window it is 1 for all.
+        """
         one, recent, lasting = self._weights.T[:, self._classes()] * self._features
         chance: Heat = one + recent + lasting
         return chance.reshape(self._shape)

@@ -19,6 +19,7 @@ class Look:
 
     chunks            by owner: "kv", "experts", "loan", "spare", "stuck", "given_back"
     kv_cells, free_cells   that there is memory for, and that no sequence holds
+    growths           of the K/V since the start
     slots             of experts
     hits, misses      choices of experts since the start
     use               int64 (layers, experts): how often each was chosen
@@ -31,6 +32,7 @@ class Look:
     chunks: dict[str, int]
     kv_cells: int
     free_cells: int
+    growths: int
     slots: int
     hits: int
     misses: int

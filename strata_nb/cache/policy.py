@@ -79,6 +79,12 @@ class Policy(Protocol):
         slots      that there are, no fewer than are held
         """
 
+    def heat(self) -> Heat:
+        """Return (layers, experts): the coldest leave where slots are lost, and come last.
+
+        The caller may change it. Equal where the policy does not care.
+        """
+
 
 # Makes a policy for layers whose experts have these ranks in a profile, -1 for none.
 Maker = Callable[[Ranks], Policy]
@@ -172,6 +178,10 @@ class Static:
         self._use += used
         return _filling(self._use, resident, self._use > 0, slots)
 
+    def heat(self) -> Heat:
+        """Return how often each expert was used."""
+        return self._use.copy()
+
 
 class LeastRecent:
     """Bring every miss, for the expert that was unused for the longest time."""
@@ -189,6 +199,10 @@ class LeastRecent:
         self._windows += 1
         return exchanges(self._last_use, resident, chosen, chosen, slots, margin=ANY_LEAD)
 
+    def heat(self) -> Heat:
+        """Return in which window each expert was last used, -1 for never."""
+        return self._last_use.copy()
+
 
 class LeastUsed:
     """Bring every miss, for the expert that was used least often, lately."""
@@ -205,6 +219,10 @@ class LeastUsed:
         self._heat += used
         chosen = used > 0
         return exchanges(self._heat, resident, chosen, chosen, slots, margin=ANY_LEAD)
+
+    def heat(self) -> Heat:
+        """Return how often each expert was used, lately."""
+        return self._heat.copy()
 
 
 class Swaps:
@@ -257,6 +275,10 @@ class Swaps:
         self._heat *= self._decay
         return Moves([moves.evicted[n] for n in chosen], [moves.inserted[n] for n in chosen])
 
+    def heat(self) -> Heat:
+        """Return how often each expert was used, less for what lies some rounds back."""
+        return self._heat.copy()
+
 
 class Insertion:
     """Bring a miss where it is more likely to be used again than the least likely that has a slot.
@@ -284,6 +306,10 @@ class Insertion:
         return exchanges(
             chance, resident, chosen, chosen, slots, floor=self._floor, margin=self._margin
         )
+
+    def heat(self) -> Heat:
+        """Return the chance that a token uses each expert; the same for all before the first."""
+        return self._foresight.chance()
 
 
 def static(ranks: Ranks) -> Static:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb.cache.experts import ExpertArena, Tier
-from strata_nb.cache.policy import Maker, Ranks
+from strata_nb.cache.policy import Heat, Maker, Ranks
 from strata_nb.errors import DeviceLost, DriverError
 
 
@@ -57,6 +57,19 @@ class Residency:
         if inserted:
             self._insert(inserted)
 
+    def heat(self) -> Heat:
+        """Return the place of each expert (layers, experts) among those of its size, coldest first.
+
+        The policy says who is colder. Those that are the same to it are in the order of the arena's
+        own heat, which is use, then the profile; those that are the same to both have one place.
+        """
+        places = np.empty(self._arena.use.shape)
+        own = self._arena.heat()
+        for layers, policy in zip(self._layers, self._policies, strict=True):
+            heat = policy.heat()
+            places[layers] = _places(heat.ravel(), own[layers].ravel()).reshape(heat.shape)
+        return places
+
     def _insert(self, experts: list[tuple[int, int]]) -> None:
         """Copy experts to free slots, as many as find one, and count those."""
         arena = self._arena
@@ -78,3 +91,12 @@ class Residency:
         """Return how many slots have the size of these layers' experts."""
         rounds, rest = divmod(self._arena.usable_slots, self._arena.layout.layers)
         return rounds * len(layers) + int(np.count_nonzero(layers < rest))
+
+
+def _places(first: Heat, then: Heat) -> Heat:
+    """Return the place of each in the order of `first`, where that is equal of `then`."""
+    order = np.lexsort((then, first))
+    higher = (np.diff(first[order]) > 0) | (np.diff(then[order]) > 0)
+    places = np.zeros(len(order))
+    places[order[1:]] = np.cumsum(higher)
+    return places

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-Progress = Callable[[int, int], None]  # (done, total); called often, must be cheap
+from strata_nb.progress import Progress
 
 
 def note(text: str) -> None:

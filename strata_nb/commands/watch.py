@@ -90,8 +90,6 @@ class Watch:
         self._tokens_drawn = 0
         self._heat: npt.NDArray[np.float64] | None = None  # of experts, and their use before
         self._use: npt.NDArray[np.int64] | None = None
-        self._kv_chunks: int | None = None
-        self._growths = 0
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -137,9 +135,6 @@ class Watch:
         else:
             self._heat = self._heat * 0.5 ** (steps / HALF_LIFE_STEPS) + (look.use - self._use)
         self._use = look.use
-        if self._kv_chunks is not None and look.chunks["kv"] > self._kv_chunks:
-            self._growths += 1
-        self._kv_chunks = look.chunks["kv"]
 
     def _render(self, look: Look) -> RenderableType:
         from rich.console import Group
@@ -186,8 +181,8 @@ class Watch:
     def _figures(self, look: Look) -> str:
         held = look.kv_cells - look.free_cells
         parts = [f"K/V {held:,} of {look.kv_cells:,} cells"]
-        if self._growths:
-            parts.append(f"grown {self._growths} times")
+        if look.growths:
+            parts.append(f"grown {look.growths} time{'' if look.growths == 1 else 's'}")
         if look.slots:
             parts.append(f"{len(look.resident):,} experts in {look.slots:,} slots")
         if look.slots and look.hits + look.misses:

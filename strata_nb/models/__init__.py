@@ -19,12 +19,12 @@ from strata_nb.models.places import Buffers, Places, Programs
 from strata_nb.models.reference import Forward, ReferenceModel
 from strata_nb.models.state import ReferenceState
 from strata_nb.models.tensors import Expected, check_tensors
-from strata_nb.models.weights import Progress, Weights
+from strata_nb.models.weights import Weights
+from strata_nb.progress import Progress
 
 __all__ = [
     "SUPPORTED",
     "Description",
-    "Progress",
     "ReferenceModel",
     "ReferenceState",
     "describe",

@@ -20,8 +20,7 @@ from strata_nb.gguf import GGUFFile, TensorInfo
 from strata_nb.kernels.reference import Floats, matmul
 from strata_nb.models.description import bytes_text
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert, values_in
-
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+from strata_nb.progress import Progress
 
 MEMORY_SHARE = 0.6  # of the memory available when the model is opened
 SLAB_VALUES = 2**24  # of a matrix that is not kept: 64 MiB of float32 at a time

@@ -2,8 +2,9 @@
 
     kernel (Python) --Numba--> LLVM code --NVVM--> PTX --nvJitLink--> cubin for one target
 
-PTX is made once, for the oldest cards; nvJitLink turns it into a cubin for the card's own target,
-so a driver older than the toolkit does not matter: it never sees PTX. Nothing here needs a card.
+PTX is made once, for the oldest cards; nvJitLink turns it into a cubin for the card's own target.
+The driver never sees PTX, so it may be older than the toolkit, as long as their major version of
+CUDA is the same (NVIDIA promises no more). Nothing here needs a card.
 
 Numba's driver layer, device arrays and dispatcher are not used: they own a context and launch at
 27 us a call.
@@ -258,7 +259,6 @@ def _assembly(intrinsic: Intrinsic, text: str, constraints: str) -> Callable[...
     )
 
     def emit(builder: Any, arguments: list[Any]) -> Any:
-        made = ir.InlineAsm(kind, text, constraints, side_effect=intrinsic.orders)
-        return builder.call(made, arguments)
+        return builder.call(ir.InlineAsm(kind, text, constraints), arguments)
 
     return emit

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from strata_nb.compiling import cache_home, kept_folder
-from strata_nb.kernels.gpu.compile import Cubin, cubin_of, toolkit_versions
+from strata_nb.errors import UnsupportedDevice
+from strata_nb.kernels.gpu.compile import OLDEST, Cubin, cubin_of, toolkit_versions
 from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.progress import Progress, Say
 from strata_nb.whole_files import whole_file
-
-Progress = Callable[[int, int], object]
-Say = Callable[[str], object]
 
 _PACKAGE = Path(__file__).parents[2]
 # Folders and files of the package that kernels are made of.
@@ -29,9 +28,18 @@ _SOURCES = ("kernels", "quants", "packing.py", "formats.py")
 
 
 class Cubins:
-    """Find or make the machine code of kernels for a target such as "sm_90"."""
+    """Find or make the machine code of kernels for a target such as "sm_90".
+
+    UnsupportedDevice for cards that are too old, and where something that compiles is missing.
+    """
 
     def __init__(self, target: str) -> None:
+        oldest = f"sm_{OLDEST[0]}{OLDEST[1]}"
+        if int(target.removeprefix("sm_")) < int(oldest.removeprefix("sm_")):
+            raise UnsupportedDevice(
+                f"the card is a {target}, kernels are for {oldest} and newer",
+                hint="use --device host",
+            )
         toolkit_versions()  # who lacks the toolkit hears it before a model is loaded
         self.target = target
 
@@ -75,7 +83,7 @@ class Cubins:
         except FileNotFoundError:
             return None
         try:
-            facts = json.loads(head)
+            facts = dict(json.loads(head))
             digest = facts.pop("sha256")
             whole = Cubin(image=image, **facts)
         except (ValueError, KeyError, TypeError):

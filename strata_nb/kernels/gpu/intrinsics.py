@@ -45,14 +45,12 @@ class Intrinsic:
         body: Emit | None = None,
         ptx: tuple[str, str] | Emit | None = None,
         amdgpu: Emit | None = None,
-        orders: bool = False,
     ) -> None:
-        """`orders`: other work on memory must not move across it, nor two of it be merged."""
         self.name = name
         result, _, rest = signature.partition("(")
         self.result = result
         self.arguments = tuple(part.strip() for part in rest.rstrip(")").split(",") if part.strip())
-        self.body, self.ptx, self.amdgpu, self.orders = body, ptx, amdgpu, orders
+        self.body, self.ptx, self.amdgpu = body, ptx, amdgpu
 
     def __repr__(self) -> str:
         return f"{self.result} {self.name}({', '.join(self.arguments)})"
@@ -103,17 +101,11 @@ def _shared(builder: Any, offset: Any, kind: Any) -> Any:
     return builder.bitcast(place, kind.as_pointer(_SHARED))
 
 
-def _widened(builder: Any, value: Any, stored: str, result: str, *, signed: bool) -> Any:
-    if stored == result:
-        return value
-    target = llvm_type(result)
-    return builder.sext(value, target) if signed else builder.zext(value, target)
+def _load(stored: str, result: str, place: Callable[..., Any], *, constant: bool) -> Emit:
+    """Return what loads one value, widened with zeros to its result.
 
-
-def _load(
-    stored: str, result: str, place: Callable[..., Any], *, signed: bool, constant: bool
-) -> Emit:
-    """Return what loads one value; `constant`: nothing writes it while the kernel runs."""
+    constant   nothing writes it while the kernel runs
+    """
 
     def emit(builder: Any, arguments: list[Any]) -> Any:
         kind = llvm_type(stored)
@@ -121,18 +113,19 @@ def _load(
         value = builder.load(place(builder, arguments[0], kind), align=align)
         if constant:
             value.set_metadata("invariant.load", builder.module.add_metadata([]))
-        return _widened(builder, value, stored, result, signed=signed)
+        return value if stored == result else builder.zext(value, llvm_type(result))
 
     return emit
 
 
-def _load_vector(count: int, element: str, place: Callable[..., Any], *, constant: bool) -> Emit:
+def _fetch_vector(count: int, element: str) -> Emit:
+    """Return what loads several neighbours at once, which nothing writes while the kernel runs."""
+
     def emit(builder: Any, arguments: list[Any]) -> Any:
         ir = _ir()
         vector = ir.VectorType(llvm_type(element), count)
-        value = builder.load(place(builder, arguments[0], vector), align=4 * count)
-        if constant:
-            value.set_metadata("invariant.load", builder.module.add_metadata([]))
+        value = builder.load(_global(builder, arguments[0], vector), align=4 * count)
+        value.set_metadata("invariant.load", builder.module.add_metadata([]))
         lanes = [
             builder.extract_element(value, ir.Constant(ir.IntType(32), n)) for n in range(count)
         ]
@@ -157,81 +150,38 @@ def _store(stored: str, place: Callable[..., Any]) -> Emit:
 
 
 # Of memory that a kernel may also write. Addresses are multiples of the size.
-load_f32 = Intrinsic(
-    "load_f32", "f32(i64)", body=_load("f32", "f32", _global, signed=True, constant=False)
-)
-load_i64 = Intrinsic(
-    "load_i64", "i64(i64)", body=_load("i64", "i64", _global, signed=True, constant=False)
-)
-load_i32 = Intrinsic(
-    "load_i32", "i32(i64)", body=_load("i32", "i32", _global, signed=True, constant=False)
-)
-load_u16 = Intrinsic(
-    "load_u16", "i32(i64)", body=_load("i16", "i32", _global, signed=False, constant=False)
-)
-load_i8 = Intrinsic(
-    "load_i8", "i32(i64)", body=_load("i8", "i32", _global, signed=True, constant=False)
-)
-load_u8 = Intrinsic(
-    "load_u8", "i32(i64)", body=_load("i8", "i32", _global, signed=False, constant=False)
-)
-load_4xi32 = Intrinsic(
-    "load_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", _global, constant=False)
-)
-load_2xi32 = Intrinsic(
-    "load_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", _global, constant=False)
-)
-load_4xf32 = Intrinsic(
-    "load_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _global, constant=False)
-)
+load_f32 = Intrinsic("load_f32", "f32(i64)", body=_load("f32", "f32", _global, constant=False))
+load_i64 = Intrinsic("load_i64", "i64(i64)", body=_load("i64", "i64", _global, constant=False))
+load_i32 = Intrinsic("load_i32", "i32(i64)", body=_load("i32", "i32", _global, constant=False))
+load_u8 = Intrinsic("load_u8", "i32(i64)", body=_load("i8", "i32", _global, constant=False))
 
 # Of memory that nothing writes while the kernel runs, such as weights and tables.
-fetch_f32 = Intrinsic(
-    "fetch_f32", "f32(i64)", body=_load("f32", "f32", _global, signed=True, constant=True)
-)
-fetch_i32 = Intrinsic(
-    "fetch_i32", "i32(i64)", body=_load("i32", "i32", _global, signed=True, constant=True)
-)
-fetch_u16 = Intrinsic(
-    "fetch_u16", "i32(i64)", body=_load("i16", "i32", _global, signed=False, constant=True)
-)
-fetch_u8 = Intrinsic(
-    "fetch_u8", "i32(i64)", body=_load("i8", "i32", _global, signed=False, constant=True)
-)
-fetch_2xi32 = Intrinsic(
-    "fetch_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", _global, constant=True)
-)
-fetch_4xi32 = Intrinsic(
-    "fetch_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", _global, constant=True)
-)
-fetch_4xf32 = Intrinsic(
-    "fetch_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _global, constant=True)
-)
+fetch_f32 = Intrinsic("fetch_f32", "f32(i64)", body=_load("f32", "f32", _global, constant=True))
+fetch_i32 = Intrinsic("fetch_i32", "i32(i64)", body=_load("i32", "i32", _global, constant=True))
+fetch_u16 = Intrinsic("fetch_u16", "i32(i64)", body=_load("i16", "i32", _global, constant=True))
+fetch_u8 = Intrinsic("fetch_u8", "i32(i64)", body=_load("i8", "i32", _global, constant=True))
+fetch_2xi32 = Intrinsic("fetch_2xi32", "2xi32(i64)", body=_fetch_vector(2, "i32"))
+fetch_4xi32 = Intrinsic("fetch_4xi32", "4xi32(i64)", body=_fetch_vector(4, "i32"))
+fetch_4xf32 = Intrinsic("fetch_4xf32", "4xf32(i64)", body=_fetch_vector(4, "f32"))
 
-store_f32 = Intrinsic("store_f32", "void(i64, f32)", body=_store("f32", _global), orders=True)
-store_i64 = Intrinsic("store_i64", "void(i64, i64)", body=_store("i64", _global), orders=True)
-store_i32 = Intrinsic("store_i32", "void(i64, i32)", body=_store("i32", _global), orders=True)
-store_i16 = Intrinsic("store_i16", "void(i64, i32)", body=_store("i16", _global), orders=True)
-store_i8 = Intrinsic("store_i8", "void(i64, i32)", body=_store("i8", _global), orders=True)
+store_f32 = Intrinsic("store_f32", "void(i64, f32)", body=_store("f32", _global))
+store_i64 = Intrinsic("store_i64", "void(i64, i64)", body=_store("i64", _global))
+store_i32 = Intrinsic("store_i32", "void(i64, i32)", body=_store("i32", _global))
+store_i16 = Intrinsic("store_i16", "void(i64, i32)", body=_store("i16", _global))
+store_i8 = Intrinsic("store_i8", "void(i64, i32)", body=_store("i8", _global))
 
 shared_load_f32 = Intrinsic(
-    "shared_load_f32", "f32(i64)", body=_load("f32", "f32", _shared, signed=True, constant=False)
+    "shared_load_f32", "f32(i64)", body=_load("f32", "f32", _shared, constant=False)
 )
 shared_load_i32 = Intrinsic(
-    "shared_load_i32", "i32(i64)", body=_load("i32", "i32", _shared, signed=True, constant=False)
+    "shared_load_i32", "i32(i64)", body=_load("i32", "i32", _shared, constant=False)
 )
 shared_load_i64 = Intrinsic(
-    "shared_load_i64", "i64(i64)", body=_load("i64", "i64", _shared, signed=True, constant=False)
+    "shared_load_i64", "i64(i64)", body=_load("i64", "i64", _shared, constant=False)
 )
-shared_store_f32 = Intrinsic(
-    "shared_store_f32", "void(i64, f32)", body=_store("f32", _shared), orders=True
-)
-shared_store_i32 = Intrinsic(
-    "shared_store_i32", "void(i64, i32)", body=_store("i32", _shared), orders=True
-)
-shared_store_i64 = Intrinsic(
-    "shared_store_i64", "void(i64, i64)", body=_store("i64", _shared), orders=True
-)
+shared_store_f32 = Intrinsic("shared_store_f32", "void(i64, f32)", body=_store("f32", _shared))
+shared_store_i32 = Intrinsic("shared_store_i32", "void(i64, i32)", body=_store("i32", _shared))
+shared_store_i64 = Intrinsic("shared_store_i64", "void(i64, i64)", body=_store("i64", _shared))
 
 
 class ConstantTable(Intrinsic):
@@ -316,66 +266,50 @@ barrier = Intrinsic(
     "void()",
     ptx=_call("llvm.nvvm.barrier0", "void()"),
     amdgpu=_amd_barrier,
-    orders=True,
 )
 
 
-def _nvidia_shuffle(mode: int) -> Emit:
-    """Return a shuffle of a whole warp: mode 0 reads lane b, mode 3 lane (own ^ b)."""
-
-    def emit(builder: Any, arguments: list[Any]) -> Any:
-        ir = _ir()
-        i32 = ir.IntType(32)
-        value, other = arguments
-        floats = value.type == ir.FloatType()
-        bits = builder.bitcast(value, i32) if floats else value
-        kind = ir.FunctionType(ir.LiteralStructType([i32, ir.IntType(1)]), [i32] * 5)
-        name = "llvm.nvvm.shfl.sync.i32"
-        found = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        words = [ir.Constant(i32, -1), ir.Constant(i32, mode), bits, other, ir.Constant(i32, 31)]
-        moved = builder.extract_value(builder.call(found, words), 0)
-        return builder.bitcast(moved, value.type) if floats else moved
-
-    return emit
+_BUTTERFLY = 3  # the mode of a shuffle in which lanes name each other by an xor
 
 
-def _amd_shuffle(mode: int) -> Emit:
-    def emit(builder: Any, arguments: list[Any]) -> Any:
-        ir = _ir()
-        i32 = ir.IntType(32)
-        value, other = arguments
-        floats = value.type == ir.FloatType()
-        bits = builder.bitcast(value, i32) if floats else value
-        low = _call("llvm.amdgcn.mbcnt.lo", "i32(i32, i32)")
-        high = _call("llvm.amdgcn.mbcnt.hi", "i32(i32, i32)")
-        all_lanes, zero = ir.Constant(i32, -1), ir.Constant(i32, 0)
-        lane = high(builder, [all_lanes, low(builder, [all_lanes, zero])])
-        within = builder.and_(lane, ir.Constant(i32, WARP - 1))
-        first = builder.sub(lane, within)  # of this warp: some cards run 64 lanes together
-        if mode == 3:
-            source = builder.xor(within, other)
-        else:
-            source = builder.and_(other, ir.Constant(i32, WARP - 1))
-        address = builder.shl(builder.add(first, source), ir.Constant(i32, 2))
-        moved = _call("llvm.amdgcn.ds.bpermute", "i32(i32, i32)")(builder, [address, bits])
-        return builder.bitcast(moved, value.type) if floats else moved
+def _nvidia_shuffle(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    i32 = ir.IntType(32)
+    value, other = arguments
+    floats = value.type == ir.FloatType()
+    bits = builder.bitcast(value, i32) if floats else value
+    kind = ir.FunctionType(ir.LiteralStructType([i32, ir.IntType(1)]), [i32] * 5)
+    name = "llvm.nvvm.shfl.sync.i32"
+    found = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    all_lanes, mode, last = (ir.Constant(i32, word) for word in (-1, _BUTTERFLY, WARP - 1))
+    moved = builder.extract_value(builder.call(found, [all_lanes, mode, bits, other, last]), 0)
+    return builder.bitcast(moved, value.type) if floats else moved
 
-    return emit
+
+def _amd_shuffle(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    i32 = ir.IntType(32)
+    value, other = arguments
+    floats = value.type == ir.FloatType()
+    bits = builder.bitcast(value, i32) if floats else value
+    low = _call("llvm.amdgcn.mbcnt.lo", "i32(i32, i32)")
+    high = _call("llvm.amdgcn.mbcnt.hi", "i32(i32, i32)")
+    all_lanes, zero = ir.Constant(i32, -1), ir.Constant(i32, 0)
+    lane = high(builder, [all_lanes, low(builder, [all_lanes, zero])])
+    within = builder.and_(lane, ir.Constant(i32, WARP - 1))
+    first = builder.sub(lane, within)  # of this warp: some cards run 64 lanes together
+    source = builder.add(first, builder.xor(within, other))
+    address = builder.shl(source, ir.Constant(i32, 2))
+    moved = _call("llvm.amdgcn.ds.bpermute", "i32(i32, i32)")(builder, [address, bits])
+    return builder.bitcast(moved, value.type) if floats else moved
 
 
 # The value of the lane whose number is this one's xor the second argument. All 32 lanes take part.
 shuffle_xor_f32 = Intrinsic(
-    "shuffle_xor_f32", "f32(f32, i32)", ptx=_nvidia_shuffle(3), amdgpu=_amd_shuffle(3), orders=True
+    "shuffle_xor_f32", "f32(f32, i32)", ptx=_nvidia_shuffle, amdgpu=_amd_shuffle
 )
 shuffle_xor_i32 = Intrinsic(
-    "shuffle_xor_i32", "i32(i32, i32)", ptx=_nvidia_shuffle(3), amdgpu=_amd_shuffle(3), orders=True
-)
-# The value of the lane that the second argument names. All 32 lanes take part.
-shuffle_f32 = Intrinsic(
-    "shuffle_f32", "f32(f32, i32)", ptx=_nvidia_shuffle(0), amdgpu=_amd_shuffle(0), orders=True
-)
-shuffle_i32 = Intrinsic(
-    "shuffle_i32", "i32(i32, i32)", ptx=_nvidia_shuffle(0), amdgpu=_amd_shuffle(0), orders=True
+    "shuffle_xor_i32", "i32(i32, i32)", ptx=_nvidia_shuffle, amdgpu=_amd_shuffle
 )
 
 

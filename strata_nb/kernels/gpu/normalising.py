@@ -30,7 +30,13 @@ from strata_nb.kernels.gpu.intrinsics import (
     store_f32,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, Grid, block_sum
+from strata_nb.kernels.gpu.operations import (
+    MOST_REGISTERS,
+    Arguments,
+    GpuKernel,
+    Grid,
+    block_sum,
+)
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 
 # (the widest part, threads of its blocks): a head's norm needs no more than a warp.
@@ -87,7 +93,9 @@ def _rms_norm(threads: int) -> GpuKernel:
                 quantise_sub_block(value, thread & 31, packed_row, sub_blocks, number)
             column += threads
 
-    return GpuKernel(f"rms_norm_{threads}", rms_norm, threads, _grid, _shared_bytes, registers=64)
+    # A block of the most threads must fit the 65,536 registers of a multiprocessor.
+    registers = 64 if threads == _MOST_THREADS else MOST_REGISTERS
+    return GpuKernel(f"rms_norm_{threads}", rms_norm, threads, _grid, _shared_bytes, registers)
 
 
 def _grid(arguments: Arguments, most_rows: int) -> Grid:

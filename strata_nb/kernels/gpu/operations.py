@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from strata_nb.kernels.gpu.intrinsics import (
-    WARP,
     barrier,
     f32,
     larger_f32,
@@ -118,15 +117,3 @@ def block_sum(x: Any, thread: Any, warps: Any) -> Any:
         shared_store_f32(4 * (thread >> 5), x)
     barrier()
     return warp_sum(shared_load_f32(4 * lane) if lane < warps else f32(0.0))
-
-
-__all__ = [
-    "WARP",
-    "GpuKernel",
-    "block_sum",
-    "blocks_of",
-    "warp_max",
-    "warp_max_i32",
-    "warp_sum",
-    "warp_sum_i32",
-]

@@ -6,16 +6,17 @@ Run as a module, this is one of the other processes.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from strata_nb import cpu
 from strata_nb.compiling import Compiled
-from strata_nb.compiling_processes import MOST_PROCESSES, Progress, compile_together, serve
+from strata_nb.compiling_processes import MOST_PROCESSES, compile_together, serve
 from strata_nb.kernels.host import threads
 from strata_nb.kernels.host.functions import host_kernel
 from strata_nb.kernels.host.operations import Work
 from strata_nb.kernels.program import Launch, Program
 from strata_nb.packing_moves import pack_groups
+from strata_nb.progress import Progress, Say
 
 _MODULE = "strata_nb.kernels.host.ahead"
 _PROCESS_BYTES = 400 << 20  # that a process takes, somewhat more than measured
@@ -28,7 +29,7 @@ def compile_ahead(
     programs: Sequence[Program],
     *,
     progress: Progress | None = None,
-    say: Callable[[str], object] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> None:
     """Compile what programs launch and what loading needs, unless it is at hand.
 
