@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
 from strata_nb.compiling import not_kept
-from strata_nb.errors import DriverError
+from strata_nb.errors import DriverError, UnsupportedDevice
 from strata_nb.execution import Driver, ProgramDriver
 from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
 from strata_nb.kernels.gpu.operations import GpuKernel
@@ -141,6 +141,11 @@ class CardBackend:
             self._machine.update(self._compiler(list(wanted.values()), progress, say))
         except OSError as error:  # a full disk, a folder of somebody else
             raise not_kept(error) from error
+        except ImportError as error:  # so Numba says that NVIDIA's compiler is not there
+            raise UnsupportedDevice(
+                f"kernels for {self.name} cannot be compiled: {error}",
+                hint="pip install 'strata-nb[cuda]', or use --device host",
+            ) from error
 
     def prepare(self, programs: Sequence[Program]) -> list[CardProgram]:
         self.compile(programs, None, lambda _: None)

@@ -231,6 +231,20 @@ def test_a_part_of_the_toolkit_that_is_missing_is_named(
     assert "pip install 'strata-nb[cuda]'" in caught.value.hint
 
 
+def test_a_compiler_that_misses_a_library_is_said_before_a_model_is_loaded(
+    cards: MakeCards, tiny: Path
+) -> None:
+    def missing(*_: object) -> None:
+        raise ImportError("libNVVM is not available")
+
+    made = cards()
+    made.compile = missing
+    with pytest.raises(UnsupportedDevice, match="cuda cannot be compiled: libNVVM") as caught:
+        Engine.open(options(tiny))
+    assert "pip install 'strata-nb[cuda]'" in caught.value.hint
+    assert made.host.calls["cuMemAlloc"] == 0
+
+
 def test_a_card_that_the_toolkit_makes_no_code_for_is_refused_before_a_model_is_loaded(
     cards: MakeCards, run: Console, tiny: Path
 ) -> None:
