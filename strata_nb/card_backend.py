@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
-from strata_nb.compiling import not_kept
 from strata_nb.errors import DriverError, UnsupportedDevice
 from strata_nb.execution import Driver, ProgramDriver
 from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
@@ -135,12 +134,13 @@ class CardBackend:
         for program in programs:
             for one in program:
                 kernel = gpu_kernel(one)
-                if kernel is not None and kernel.name not in self._machine:
+                if kernel is None:
+                    continue
+                kernel.grid(arguments_of(one), MOST_ROWS)  # refused before a model is loaded
+                if kernel.name not in self._machine:
                     wanted[kernel.name] = (kernel, argument_kinds(one))
         try:
             self._machine.update(self._compiler(list(wanted.values()), progress, say))
-        except OSError as error:  # a full disk, a folder of somebody else
-            raise not_kept(error) from error
         except ImportError as error:  # so Numba says that NVIDIA's compiler is not there
             raise UnsupportedDevice(
                 f"kernels for {self.name} cannot be compiled: {error}",
@@ -157,22 +157,22 @@ class CardBackend:
         for one, kernel in launches:
             self._load(kernel, kernel.shared_bytes(arguments_of(one)))
         for rows in range(1, MOST_ROWS + 1):
-            graph = self._capture(launches, rows)
+            graph = self._captured(launches, rows)
             graphs[rows] = self._card.graph_instantiate(graph, self.device)
             self._card.graph_destroy(graph)
         return CardProgram(graphs)
 
-    def _capture(self, launches: Sequence[tuple[Launch, GpuKernel]], rows: int) -> int:
-        """Return the graph of launches for so many rows."""
-        self._card.capture_begin(self._stream)
+    def _captured(self, launches: Sequence[tuple[Launch, GpuKernel]], rows: int) -> int:
+        """Return a graph of launches for so many rows."""
         try:
+            self._card.capture_begin(self._stream)
             for one, kernel in launches:
                 self._launch(one, kernel, rows)
+            return self._card.capture_end(self._stream)
         except BaseException:
-            with suppress(DriverError):  # a capture that went wrong ends with an error of its own
+            with suppress(DriverError):  # after a launch that failed there may be no graph
                 self._card.graph_destroy(self._card.capture_end(self._stream))
             raise
-        return self._card.capture_end(self._stream)
 
     def _load(self, kernel: GpuKernel, shared_bytes: int) -> None:
         """Load a kernel, unless it is loaded, and let it have so much shared memory, or more."""

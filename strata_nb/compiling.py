@@ -191,7 +191,7 @@ def kept_folder(folder: Path) -> Path:
 
 
 def not_kept(error: OSError) -> ConfigError:
-    """Return what to raise where machine code cannot be written."""
+    """Make the error of whoever cannot read or write machine code."""
     return ConfigError(
         f"machine code cannot be kept on disk: {error}",
         hint=f"name a folder with room that can be written: {CACHE_VARIABLE}=FOLDER",

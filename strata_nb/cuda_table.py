@@ -31,7 +31,8 @@ from typing import Any, Protocol
 from strata_nb.errors import UnsupportedDevice
 
 LIBRARY = "libcuda.so.1"
-OLDEST_VERSION = 12000  # CUDA 12.0, as cuDriverGetVersion counts
+# CUDA 13.0, as cuDriverGetVersion counts: the toolkit of the extra `cuda` makes code for it.
+OLDEST_VERSION = 13000
 
 SUCCESS = 0
 INVALID_VALUE = 1

@@ -17,7 +17,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_pro
 from strata_nb.cache.residency import Residency
 from strata_nb.cache.routing import RoutingTrace
 from strata_nb.cache.slots import SlotLayout
-from strata_nb.errors import ConfigError
+from strata_nb.errors import ConfigError, DeviceLost, StrataError
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
@@ -347,6 +347,8 @@ class DeviceModel:
         try:
             return self._step(rows, new, dict(before))
         except BaseException:
+            with suppress(StrataError):  # what failed first is what is told
+                self._backend.wait()  # what was begun may still use what is moved or freed next
             for sequence, length in before.items():
                 self.kv.rewind(sequence, length)  # the room that it got is free again
             raise
@@ -399,7 +401,7 @@ class DeviceModel:
         return np.ascontiguousarray(tables.transpose(1, 0, 2))
 
     def _run_body(self, rows: int) -> None:
-        if rows <= WINDOW_ROWS:
+        if rows <= WINDOW_ROWS or self._backend.most_rows is not None:
             self._backend.run(self._body, rows)
             return
         first = 0
@@ -490,7 +492,8 @@ class DeviceModel:
             if resources is not None:
                 if self._elastic is not None:
                     self._elastic.flush()
-                resources.close()
+                with suppress(DeviceLost):  # nothing of it is left, and who lost it was told
+                    resources.close()
 
     def _opened(self) -> None:
         if self._resources is None:

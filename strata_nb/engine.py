@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb import cpu, models
-from strata_nb.errors import ConfigError, DeviceLost
+from strata_nb.errors import ConfigError
 from strata_nb.gguf import GGUFFile
 from strata_nb.options import (
     DEFAULT_CONTEXT_LIMIT,
@@ -415,9 +415,7 @@ class Engine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # What is lost says so again when it is closed; what counts is where it was lost.
-        with suppress(DeviceLost) if isinstance(error, DeviceLost) else nullcontext():
-            self.close()
+        self.close()
 
 
 def _not_traced(path: str | os.PathLike[str], device: str) -> ConfigError:

@@ -27,6 +27,7 @@ from strata_nb.host_memory import HostDevice
 UNIT = 2 << 20
 USUAL_SHARED_BYTES = 48 << 10  # of a block, of a kernel that asked for nothing
 INVALID_CONTEXT = 201
+ILLEGAL_STATE = 401
 NOT_FOUND = 500
 CAPTURE_UNSUPPORTED = 900
 NAMES = {
@@ -37,6 +38,7 @@ NAMES = {
     100: "CUDA_ERROR_NO_DEVICE",
     101: "CUDA_ERROR_INVALID_DEVICE",
     201: "CUDA_ERROR_INVALID_CONTEXT",
+    401: "CUDA_ERROR_ILLEGAL_STATE",
     500: "CUDA_ERROR_NOT_FOUND",
     600: "CUDA_ERROR_NOT_READY",
     700: "CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -399,6 +401,8 @@ class HostTable:
         self._captures[stream] = _Graph()
 
     def _cuStreamEndCapture(self, stream: int, graph: Any) -> None:
+        if stream not in self._captures:
+            raise Broken(ILLEGAL_STATE)
         graph[0] = next(self._numbers)
         self._graphs[graph[0]] = self._captures.pop(stream)
 

@@ -163,6 +163,11 @@ def test_the_hint_of_a_refusal_works() -> None:
         divide(needs(reserve_bytes=64 << 20), 64 << 20, UNIT)
     assert error.value.hint == "give --vram-reserve-mib 63 or less"
     divide(needs(reserve_bytes=63 << 20), 64 << 20, UNIT)
+    # With smaller chunks it would fit too, but a card's are as they are.
+    with pytest.raises(ConfigError) as error:
+        divide(needs(reserve_bytes=60 << 20), 64 << 20, 2 << 20)
+    assert error.value.hint == "give --vram-reserve-mib 59 or less"
+    divide(needs(reserve_bytes=59 << 20), 64 << 20, 2 << 20)
 
 
 def test_fewer_slots_than_layers_are_refused() -> None:

@@ -158,11 +158,11 @@ def test_a_driver_without_a_card_is_said(cards: MakeCards, run: Console, tiny: P
 def test_a_driver_that_is_too_old_is_said_with_both_versions(
     cards: MakeCards, run: Console, tiny: Path
 ) -> None:
-    cards(version=11080)
+    cards(version=12080)
     status, line, hint = refused(run, "generate", "-m", str(tiny), "--device", "cuda", "x")
     assert (status, line) == (
         2,
-        "strata_nb: --device cuda: the NVIDIA driver is for CUDA 11.8, 12.0 or later is needed",
+        "strata_nb: --device cuda: the NVIDIA driver is for CUDA 12.8, 13.0 or later is needed",
     )
     assert hint == "hint: install a newer NVIDIA driver, or use --device host"
 
@@ -256,18 +256,22 @@ def test_a_card_that_the_toolkit_makes_no_code_for_is_refused_before_a_model_is_
     assert made.host.calls["cuMemAlloc"] == 0
 
 
-@pytest.mark.parametrize("number", [28, 13])
-def test_machine_code_that_cannot_be_written_is_one_line_about_the_folder(
-    cards: MakeCards, tiny: Path, number: int
+def test_a_folder_that_cannot_be_written_is_one_line_before_a_model_is_loaded(
+    run: Console, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Path
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number), "/cache/kernel.cubin")
-
-    made = cards()
-    made.compile = refuse
-    with pytest.raises(ConfigError, match=f"machine code .*{os.strerror(number)}") as caught:
-        Engine.open(options(tiny))
-    assert "STRATA_NB_CACHE_DIR=FOLDER" in caught.value.hint
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("STRATA_NB_CACHE_DIR", str(tmp_path / "file"))
+    cubins._folder.cache_clear()
+    host = HostTable(1, budget_bytes=2 * GIB)
+    monkeypatch.setattr(driver, "LibraryTable", lambda: host)
+    status, line, hint = refused(run, "generate", "-m", str(tiny), "--device", "cuda", "x")
+    cubins._folder.cache_clear()
+    assert status == 2
+    assert line.startswith("strata_nb: machine code cannot be kept on disk: ")
+    assert "STRATA_NB_CACHE_DIR=FOLDER" in hint
+    assert host.calls["cuMemAlloc"] == 0
+    assert host.live() == {}
+    host.close()
 
 
 def test_ctrl_c_while_kernels_are_compiled_leaves_nothing(cards: MakeCards, tiny: Path) -> None:

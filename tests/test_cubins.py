@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,6 +102,24 @@ def test_a_folder_that_cannot_be_written_is_refused_by_name(
     with pytest.raises(ConfigError, match="machine code cannot be kept on disk"):
         Cubins("sm_90")(WANTED, None, quiet)
     cubins._folder.cache_clear()
+
+
+@pytest.mark.parametrize("obstacle", ["a folder in the place of a file", "a full disk"])
+def test_code_that_cannot_be_kept_is_refused_with_its_name(
+    folder: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = Cubins("sm_90")
+    path = compiler._path("gated_add")
+    if obstacle == "a full disk":
+        monkeypatch.setattr(cubins, "whole_file", _full_disk)
+    else:
+        path.mkdir()
+    with pytest.raises(ConfigError, match=r"machine code cannot be kept on disk.*gated_add"):
+        compiler(WANTED, None, quiet)
+
+
+def _full_disk(path: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
 def test_who_lacks_the_toolkit_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

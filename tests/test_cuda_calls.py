@@ -73,7 +73,7 @@ def test_functions_of_a_library_are_found_by_their_versioned_name() -> None:
 
 def test_a_driver_that_is_too_old_says_what_is_there_and_what_is_needed() -> None:
     host = HostTable(version=11080)
-    with pytest.raises(UnsupportedDevice, match=r"for CUDA 11\.8, 12\.0 or later is needed"):
+    with pytest.raises(UnsupportedDevice, match=r"for CUDA 11\.8, 13\.0 or later is needed"):
         CudaDriver(host)
     host.close()
 

@@ -9,6 +9,7 @@ import pytest
 from gpu_launches import aligned, check_code
 from host_launches import UNTOUCHED, Matrix, as_read, normal, same_bits
 
+from strata_nb.errors import UnsupportedDevice
 from strata_nb.formats import TensorType, block_layout
 from strata_nb.kernels.gpu.linear import linear_kernel
 from strata_nb.kernels.gpu.products import DECODERS
@@ -149,7 +150,9 @@ def test_a_matrix_of_extreme_quants_does_not_overflow(gpu: gpu_launches.Run) -> 
 def test_more_outputs_than_a_grid_has_blocks_are_refused(kind: TensorType) -> None:
     grid = linear_kernel(kind, 32).grid
     assert grid({"outputs": 524_280}, 1) == (1, 65_535, 1)
-    with pytest.raises(ValueError, match="524,281 outputs: at most 524,280"):
+    with pytest.raises(
+        UnsupportedDevice, match="524,281 outputs: on a card it has 524,280 at most"
+    ):
         grid({"outputs": 524_281}, 1)
 
 

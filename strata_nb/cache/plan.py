@@ -161,13 +161,14 @@ def _does_not_fit(
     if needs.slots is not None:
         unrounded += needs.slots.bytes_of(slots)
         floor = -(-needs.slots.bytes_of(needs.slots.layers) // chunk_bytes)
-    if unrounded <= free_bytes:
+    fits_without_reserve = needs.reserve_bytes > 0 and needed - needs.reserve_bytes <= free_bytes
+    if unrounded <= free_bytes and not fits_without_reserve:  # a card's chunks are as they are
         hint = f"give smaller chunks: these have {chunk_bytes:,} bytes, of which a part stays empty"
     elif blocks > 0:
         hint = f"give --ctx-size {blocks * BLOCK_CELLS} or less"
     elif floor < arena and needed - (arena - floor) * chunk_bytes <= free_bytes:
         hint = "give --expert-cache auto"
-    elif needs.reserve_bytes and needed - needs.reserve_bytes <= free_bytes:
+    elif fits_without_reserve:
         most = (free_bytes - needed + needs.reserve_bytes) >> 20
         hint = f"give --vram-reserve-mib {most} or less"
     else:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from strata_nb.compiling import cache_home, kept_folder
+from strata_nb.compiling import cache_home, kept_folder, not_kept
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.gpu.compile import OLDEST, Cubin, cubin_of, toolkit_versions
 from strata_nb.kernels.gpu.operations import GpuKernel
@@ -82,6 +82,8 @@ class Cubins:
             head, _, image = self._path(name).read_bytes().partition(b"\n")
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise not_kept(error) from error
         try:
             facts = dict(json.loads(head))
             digest = facts.pop("sha256")
@@ -94,8 +96,11 @@ class Cubins:
         facts = made._asdict()
         image = facts.pop("image")
         facts["sha256"] = hashlib.sha256(image).hexdigest()
-        with whole_file(self._path(name)) as file:
-            file.write(json.dumps(facts).encode() + b"\n" + image)
+        try:
+            with whole_file(self._path(name)) as file:
+                file.write(json.dumps(facts).encode() + b"\n" + image)
+        except OSError as error:
+            raise not_kept(error) from error
 
 
 @cache

@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from strata_nb.errors import UnsupportedDevice
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.floats import EIGHT, FLOATS, lane_product
 from strata_nb.kernels.gpu.intrinsics import (
@@ -64,10 +65,17 @@ def _finish(total: Any, row: int, output: int, bias: int, y: int, outputs: int, 
 
 
 def _grid(parts: int, outputs: int) -> Grid:
-    """Return a grid of blocks of eight outputs, each for so many parts of the rows."""
+    """Return a grid of blocks of eight outputs, each for so many parts of the rows.
+
+    UnsupportedDevice for more of them than a grid has.
+    """
     blocks = blocks_of(outputs, GROUP_ROWS)
     if blocks > MOST_BLOCKS:
-        raise ValueError(f"linear with {outputs:,} outputs: at most {GROUP_ROWS * MOST_BLOCKS:,}")
+        raise UnsupportedDevice(
+            f"a matrix of {outputs:,} outputs: on a card it has {GROUP_ROWS * MOST_BLOCKS:,} at "
+            "most",
+            hint="--device host runs this model",
+        )
     return parts, blocks, 1
 
 
