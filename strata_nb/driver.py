@@ -84,11 +84,14 @@ class CudaDriver(CudaMemory, CudaPrograms):
     def close(self) -> None:
         """Finish all work and free everything; raises the first error that no one has seen yet.
 
-        Does all that can be done. What could not be freed stays in the books, for another try.
+        Does all that can be done, and what failed once more. What could not be freed even then
+        stays in the books, for another call.
         """
         if self._calls.closed or self._calls.forked:
             return
         errors = list(self._free_everything())
+        if self.live():
+            errors += self._free_everything()
         if not self.live():
             try:
                 self._calls.release_contexts()
