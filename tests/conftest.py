@@ -28,6 +28,13 @@ settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide cards from a run that does not ask for them: there `auto` is always the host."""
+    asked = config.option.markexpr.replace("not gpu", "").replace("not two_gpus", "")
+    if "gpu" not in asked:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The file of a small real model.
