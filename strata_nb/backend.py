@@ -2,8 +2,9 @@
 
     Backend       what a model needs of a device: a driver, and programs prepared and run
     HostBackend   the machine itself, or small devices made of its memory
+    CardBackend   an NVIDIA card (card_backend.py), opened by card_opening.py
 
-A backend's name for a device is what `--device` says: "host", or "host:1x512MiB".
+A backend's name for a device is what `--device` says: "host", "host:1x512MiB", "cuda:1".
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
-from strata_nb.errors import UnsupportedDevice
+from strata_nb.card_opening import Record, open_card, open_first_card
 from strata_nb.execution import Driver
 from strata_nb.host import HostDriver, parse_host_devices
 from strata_nb.kernels.host.ahead import compile_ahead
@@ -185,30 +186,19 @@ class HostBackend:
         self._spaces.clear()
 
 
-def open_backend(device: str, threads: int, recorder: Recorder | None = None) -> Backend[Any]:
-    """Return the backend of a device as `--device` names it.
+def open_backend(device: str, threads: int, record: Record = lambda _: None) -> Backend[Any]:
+    """Return the backend of a device as `--device` names it, unless that is "auto".
 
     UnsupportedDevice where there is no such card, or nothing to compile kernels for it.
+
+    record   called with the device's name: returns what writes down what its driver is asked
     """
     if not device.startswith("cuda"):
-        return HostBackend(device, threads, recorder)
-    # Here, because a host device does without them.
-    from strata_nb.card_backend import CardBackend
-    from strata_nb.driver import CudaDriver
-    from strata_nb.kernels.gpu.cubins import Cubins
+        return HostBackend(device, threads, record(device))
+    return open_card(device, threads, record)
 
-    number = int(device.partition(":")[2] or 0)
-    driver = CudaDriver()
-    try:
-        if number >= driver.device_count:
-            raise UnsupportedDevice(
-                f"--device {device}: there are {driver.device_count} cards, 0 to "
-                f"{driver.device_count - 1}",
-                hint="strata_nb devices lists them",
-            )
-        major, minor = driver.card_facts(number).capability
-        compiler = Cubins(f"sm_{major}{minor}")
-    except BaseException:
-        driver.close()
-        raise
-    return CardBackend(device, driver, number, compiler, threads, recorder)
+
+def choose_backend(threads: int, record: Record = lambda _: None) -> tuple[Backend[Any], str]:
+    """Return the backend of the first card that can be used, or else of the host, and why it is."""
+    card, reason = open_first_card(threads, record)
+    return card or HostBackend("host", threads, record("host")), reason

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
-from strata_nb.errors import DriverError
+from strata_nb.errors import DriverError, UnsupportedDevice
 from strata_nb.execution import Driver, ProgramDriver
 from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
 from strata_nb.kernels.gpu.operations import GpuKernel
@@ -139,7 +139,13 @@ class CardBackend:
                 kernel.grid(arguments_of(one), MOST_ROWS)  # refused before a model is loaded
                 if kernel.name not in self._machine:
                     wanted[kernel.name] = (kernel, argument_kinds(one))
-        self._machine.update(self._compiler(list(wanted.values()), progress, say))
+        try:
+            self._machine.update(self._compiler(list(wanted.values()), progress, say))
+        except ImportError as error:  # so Numba says that NVIDIA's compiler is not there
+            raise UnsupportedDevice(
+                f"kernels for {self.name} cannot be compiled: {error}",
+                hint="pip install 'strata-nb[cuda]', or use --device host",
+            ) from error
 
     def prepare(self, programs: Sequence[Program]) -> list[CardProgram]:
         self.compile(programs, None, lambda _: None)

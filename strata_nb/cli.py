@@ -59,14 +59,19 @@ _SWAPS = """\
   --adapt-decay X              swap: what a round leaves of each count of uses (default 0.7)"""
 
 _DEVICE = """\
-  --device TEXT                host (default, also auto): this machine, for which the first start
-                               compiles kernels, in a process for each core;
-                               host:1x512MiB: a small device made of its memory, with slots for
-                               experts (in general host:NxSIZE[@CHUNK]);
+  --device TEXT                auto (default): the first NVIDIA card that can be used, or else host;
+                               host: this machine, for which the first start compiles kernels, in a
+                               process for each core;
+                               cuda, cuda:1: the first or second NVIDIA card, with slots for experts
+                               (needs pip install 'strata-nb[cuda]');
+                               host:1x512MiB: a small device made of the host's memory, with slots
+                               too (in general host:NxSIZE[@CHUNK]);
                                reference: the float32 judge, which has none of the flags on experts
   -c N, --ctx-size N           cells of the K/V cache (default: {context})
-  -t N, --threads N            compute threads (default: physical cores within affinity and quota)
-  --prefill N                  rows of a prompt batch, or auto (default auto: 512)
+  -t N, --threads N            threads that load, and compute where the host does (default: physical
+                               cores within affinity and quota)
+  --prefill N                  rows of a prompt batch, or auto (default auto: 512; a card reads 8 at
+                               a time whatever N is)
   --ctk TYPE, --cache-type-k TYPE  how keys are stored: f32, f16 or int8 (default f16, of the
                                reference f32)
   --ctv TYPE, --cache-type-v TYPE  how values are stored (likewise)
@@ -76,7 +81,8 @@ _DEVICE = """\
                                comes that is more likely to be used than who leaves), swap (at
                                times the most used exchange with the least used), off
 {swaps}
-  --vram-reserve-mib N         MiB of the device that stay free for others (default 0)
+  --vram-reserve-mib N         MiB of the device that stay free for others (default 0, of a card
+                               700)
   --kv-grow                    begin with a small K/V and grow it as the text needs, experts use the
                                memory meanwhile (the default, but not on the whole machine: host)
   --no-kv-grow                 take memory for the whole context at the start
@@ -89,9 +95,9 @@ _DEVICE = """\
   --routing-trace FILE         write the experts of every token that is read: int16 .npy (tokens,
                                layers, top-k)
   --trace FILE                 write every driver call and what the ledger did to FILE, on a device
-                               made of memory (host:1x512MiB): for `strata_nb inspect`
+                               with memory of its own (host:1x512MiB, cuda): for `strata_nb inspect`
   --deterministic              the same bits whatever budget, batch and threads are (on the host
-                               they always are the same, of the reference never)"""
+                               and on cards they always are the same, of the reference never)"""
 _CONTROL = """\
   --vram-elastic               let --control change what stays free while the model is open
   --control PATH               answer lines on a Unix socket at PATH: VRAM [MIB] leaves so much of
@@ -229,7 +235,8 @@ Usage:
   strata_nb devices [options]
 
 Options:
-  --device TEXT                show this device only
+  --device TEXT                show this device only; auto: the one that commands run on unless
+                               told otherwise, and why
   -h, --help                   show this text
 """
 

@@ -33,8 +33,10 @@ _HINTS = {
     cuda.UNSUPPORTED_PTX_VERSION: "install a newer NVIDIA driver",
 }
 _MEMORY_HINT = "end other programs on the card, or use a smaller --ctx-size or model"
+_HOST_MEMORY_HINT = "the host lacks memory that can be locked: end programs, or use a smaller model"
 _LOST_HINT = "start the program again: this process cannot use the card any more"
 _TAKE_DEVICE_MEMORY = ("cuMemCreate", "cuMemAlloc")
+_TAKE_HOST_MEMORY = ("cuMemHostAlloc", "cuMemHostRegister")
 
 
 class Calls:
@@ -152,8 +154,9 @@ class Calls:
         if status == cuda.OUT_OF_MEMORY:
             if function in _TAKE_DEVICE_MEMORY:
                 numbers = {**numbers, **self._memory()}
+            hint = _HOST_MEMORY_HINT if function in _TAKE_HOST_MEMORY else _MEMORY_HINT
             return OutOfDeviceMemory(
-                operation, status, name, device=device, numbers=numbers, hint=_MEMORY_HINT
+                operation, status, name, device=device, numbers=numbers, hint=hint
             )
         hint = _HINTS.get(status, "")
         return DriverError(operation, status, name, device=device, numbers=numbers, hint=hint)

@@ -29,7 +29,7 @@ from strata_nb.cuda_calls import Calls
 from strata_nb.cuda_memory import CudaMemory
 from strata_nb.cuda_programs import CudaPrograms
 from strata_nb.cuda_table import CudaTable, LibraryTable
-from strata_nb.errors import DeviceLost, StrataError
+from strata_nb.errors import DeviceLost, StrataError, UnsupportedDevice
 from strata_nb.execution import DeviceFacts
 
 if TYPE_CHECKING:
@@ -192,6 +192,14 @@ class CudaDriver(CudaMemory, CudaPrograms):
         text = ctypes.create_string_buffer(_TEXT_BYTES)
         self._calls.call(operation, device, function, text, _TEXT_BYTES, handle)
         return text.value.decode(errors="replace")
+
+
+def no_such_card(number: int, count: int) -> UnsupportedDevice:
+    """Return what to raise where somebody asks for another card than there are."""
+    found, named = "is one card", "cuda:0"
+    if count != 1:
+        found, named = f"are {count} cards", f"cuda:0 to cuda:{count - 1}"
+    return UnsupportedDevice(f"no card {number}, there {found}", hint=named)
 
 
 if TYPE_CHECKING:

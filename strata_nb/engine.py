@@ -89,6 +89,7 @@ class Engine:
     chat_template    the text of the file's chat template, None where it has none
     device, threads  where and with how many threads it computes; on the judge a single token takes
                      one without `Options.threads`
+    device_reason    why "auto" chose this device; "" where it was named
     ctx_size         cells of a session's K/V; `prefill_rows` of a prompt batch
     load_s           seconds that opening took
     say              called with lines about what happens to memory; may be exchanged
@@ -107,7 +108,7 @@ class Engine:
     ) -> None:
         started = time.perf_counter()
         self.say = say
-        self.device = "host" if options.device == "auto" else options.device
+        self.device, self.device_reason = options.device, ""
         self.threads = options.threads or cpu.physical_cores()
         self.description: Description = models.describe(file)
         self.tokenizer = Tokenizer.from_gguf(file)
@@ -127,12 +128,6 @@ class Engine:
         self._vram_elastic = options.vram_elastic
         self._on_device: DeviceModel | None = None
         self._model: StepModel
-        if options.trace is not None and self.device in ("host", REFERENCE):
-            raise ConfigError(
-                f"--trace {options.trace}: the device {self.device} has no memory of its own, of "
-                "which every chunk could be followed",
-                hint="give a device made of memory: --device host:1x512MiB",
-            )
         if self.device == REFERENCE:
             self._model = self._open_judge(file, options, progress)
         else:
@@ -147,6 +142,8 @@ class Engine:
     def _open_judge(
         self, file: GGUFFile, options: Options, progress: Progress | None
     ) -> ReferenceSteps:
+        if options.trace is not None:
+            raise _not_traced(options.trace, REFERENCE)
         for value, flag in (
             (options.profile_path(), "--expert-profile"),
             (options.expert_profile_save, "--expert-profile-save"),
@@ -190,15 +187,26 @@ class Engine:
         resources: ExitStack,
     ) -> DeviceModel:
         # Here, because these load Numba, which the judge does without.
-        from strata_nb.backend import open_backend
+        from strata_nb.backend import choose_backend, open_backend
         from strata_nb.device_model import DeviceModel
         from strata_nb.tracing import Recorder
 
-        recorder = None
-        if options.trace is not None:
-            recorder = Recorder(options.trace, say=lambda line: self.say(line))
-            resources.callback(recorder.close)
-        backend = open_backend(self.device, self.threads, recorder)
+        recorder: Recorder | None = None
+
+        def record(device: str) -> Recorder | None:
+            nonlocal recorder
+            if options.trace is not None:
+                if device == "host":
+                    raise _not_traced(options.trace, device)
+                recorder = Recorder(options.trace, say=lambda line: self.say(line))
+                resources.callback(recorder.close)
+            return recorder
+
+        if self.device == "auto":
+            backend, self.device_reason = choose_backend(self.threads, record)
+            self.device = backend.name
+        else:
+            backend = open_backend(self.device, self.threads, record)
         resources.callback(backend.close)
         self.warnings += backend.warnings
         most_rows = max(WINDOW_ROWS, self.prefill_rows)
@@ -408,3 +416,11 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _not_traced(path: str | os.PathLike[str], device: str) -> ConfigError:
+    return ConfigError(
+        f"--trace {os.fspath(path)}: the device {device} has no memory of its own, of which every "
+        "chunk could be followed",
+        hint="give a device with memory of its own: --device host:1x512MiB",
+    )

@@ -95,26 +95,28 @@ class Options:
 
     model           path of a GGUF file (of a split one, any shard); None: the small story model
                     that comes with the package
-    device          "host": this machine, the experts read where they are; "host:1x512MiB": a small
-                    device made of its memory, with slots for experts; "cuda", "cuda:1": an
-                    NVIDIA card; "reference": the float32
-                    judge; "auto": host
+    device          "auto": the first NVIDIA card that can be used, or else the host; "host": this
+                    machine, the experts read where they are; "host:1x512MiB": a small device made
+                    of its memory, with slots for experts; "cuda", "cuda:1": the first or second
+                    NVIDIA card; "reference": the float32 judge
     ctx_size        cells of the K/V cache; None: the model's context, at most 8,192
-    threads         compute threads; None: physical cores within affinity and quota
-    prefill         rows of a prompt batch, or "auto"
+    threads         that load, and that compute where the host does; None: physical cores within
+                    affinity and quota
+    prefill         rows of a prompt batch, or "auto"; a card reads 8 at a time whatever is given
     cache_type_k/v  how keys and values are stored, a name of `formats.CACHE_TYPES`: "f32", "f16",
                     "int8" (a scale per 64 values); None: the device's own choice (reference: f32,
                     others: f16)
     expert_cache    of a device with slots: "auto" (as many as there is room for), or a number of
                     slots, "N%" of all experts, "NMiB" or "NGiB"
-    vram_reserve_mib   MiB of the device that stay free for other programs; None: none
+    vram_reserve_mib   MiB of the device that stay free for other programs; None: none, or 700 of a
+                    card
     vram_elastic    whether `Engine.set_vram_reserve` may change that while the model is open
     kv_grow         whether the K/V begins small and grows as text needs it; None: on a device of
                     its own memory, where experts use the rest meanwhile
     kv_grow_init    cells that it begins with; None: a quarter of the context, 512 to 16,384
     kv_grow_step    cells that it grows by; None: an eighth of the context, 64 to 8,192
     deterministic   a row's bits depend on its own tokens alone: not on how a prompt is cut, on the
-                    number of threads, or on which experts are resident. The host always computes so
+                    number of threads, or on which experts are resident. Host and cards always do so
     adapt           how the experts in slots follow the text: "insert" (a miss comes when it is more
                     likely to be used than who leaves), "swap" (the most used exchange with the
                     least used at times), "off" (who came first stays)
@@ -125,7 +127,7 @@ class Options:
                     model its own; "none" reads none of any model
     routing_trace   file that gets the experts of every token
     trace           file that gets every driver operation and what the ledger did (docs/trace.md),
-                    of a device made of memory
+                    of a device with memory of its own
     """
 
     model: str | os.PathLike[str] | None = None

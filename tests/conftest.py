@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,17 @@ pytest.register_assert_rewrite("driver_contract", "cache_world")
 # How long an example takes says nothing on a shared machine.
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide cards from a run that does not ask for them: there `auto` is always the host."""
+    asked = config.option.markexpr.replace("not gpu", "").replace("not two_gpus", "")
+    if "gpu" not in asked:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, which some of them press.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,9 @@ def test_one_card_can_be_asked_for(host: HostTable) -> None:
 
 
 def test_a_card_that_is_not_there_is_refused_with_those_that_are(host: HostTable) -> None:
-    with pytest.raises(UnsupportedDevice, match="--device cuda:2: there are 2 cards") as refused:
+    with pytest.raises(
+        UnsupportedDevice, match="--device cuda:2: no card 2, there are 2"
+    ) as refused:
         cards(partial(CudaDriver, host), "cuda:2")
     assert refused.value.hint == "cuda:0 to cuda:1"
     with pytest.raises(ConfigError, match="--device cuda:-1"):

@@ -67,7 +67,19 @@ REFUSED_SAMPLING: list[tuple[str, Any]] = [
 ]
 REFUSED_OPTIONS: list[tuple[str, Any]] = [
     *(("model", value) for value in ("", 5)),
-    *(("device", value) for value in ("", "cuda:99", "Reference", "reference:1", "host:", None)),
+    *(
+        ("device", value)
+        for value in (
+            "",
+            "cuda:",
+            "cuda:1000",
+            "cuda:-1",
+            "Reference",
+            "reference:1",
+            "host:",
+            None,
+        )
+    ),
     *(
         ("expert_cache", value)
         for value in ("", "all", "-1", "101%", "3TiB", "1e3", "nan%", "12 GiB", None, 5)
@@ -212,7 +224,9 @@ def test_every_field_is_covered_by_these_tests() -> None:
 def test_a_refusal_lists_the_values_that_exist() -> None:
     with pytest.raises(ConfigError) as caught:
         Options("m.gguf", device="tpu")
-    assert caught.value.hint == "give --device one of: auto, host, host:1x512MiB, reference"
+    assert caught.value.hint == (
+        "give --device one of: auto, cuda, cuda:1, host, host:1x512MiB, reference"
+    )
     with pytest.raises(ConfigError) as caught:
         Options("m.gguf", cache_type_k="q4")
     assert caught.value.hint == "give --cache-type-k one of: f32, f16, int8"

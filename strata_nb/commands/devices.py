@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from strata_nb import cpu
 from strata_nb.commands.arguments import Arguments
+from strata_nb.commands.terminal import note
 from strata_nb.errors import ConfigError, StrataError, UnsupportedDevice
 from strata_nb.host import parse_host_devices
 from strata_nb.models.description import bytes_text
@@ -54,13 +55,14 @@ def cards(open_driver: Callable[[], CudaDriver], text: str | None = None) -> lis
         if text is None:
             return [f"{'cuda':10} none: {error.message}"]
         raise UnsupportedDevice(f"--device {text}: {error.message}", hint=error.hint) from error
+    from strata_nb.driver import no_such_card
+
     with closing(driver):
         found = range(driver.device_count)
         wanted = found if match[1] is None else [int(match[1])]
         if any(card not in found for card in wanted):
-            raise UnsupportedDevice(
-                f"--device {text}: there are {len(found)} cards", hint=f"cuda:0 to cuda:{found[-1]}"
-            )
+            missing = no_such_card(wanted[0], len(found))
+            raise UnsupportedDevice(f"--device {text}: {missing.message}", hint=missing.hint)
         return [f"{f'cuda:{card}':10} {_card(driver, card)}" for card in wanted]
 
 
@@ -79,13 +81,23 @@ def _card(driver: CudaDriver, card: int) -> str:
     )
 
 
+def _chosen() -> str:
+    """Return the device that auto is, and say why."""
+    from strata_nb.backend import choose_backend  # loads Numba
+
+    backend, reason = choose_backend(threads=1)
+    with closing(backend):
+        note(f"device {backend.name}: {reason}")
+        return backend.name
+
+
 def run(arguments: Arguments) -> int:
     """Run the command; returns 0."""
     from strata_nb.driver import CudaDriver
 
     asked = arguments.text("--device")
     if asked == "auto":
-        asked = "host"
+        asked = _chosen()
     if asked is not None and asked.split(":")[0] not in ("host", "cuda", REFERENCE):
         raise ConfigError(
             f"--device {asked}: not known", hint="auto, host, host:1x512MiB, cuda, " + REFERENCE

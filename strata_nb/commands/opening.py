@@ -50,6 +50,8 @@ def _opened(
     with engine:
         for warning in engine.warnings:
             warn(warning)
+        if engine.device_reason and arguments.flag("--verbose"):
+            note(f"device {engine.device}: {engine.device_reason}")
         if engine.describe().slots or arguments.flag("--verbose"):
             for line in device_lines(engine):
                 note(line)
