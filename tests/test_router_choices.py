@@ -10,7 +10,6 @@ import pytest
 from oracle_models import RANDOM_MODELS, random_ids
 
 from strata_nb import Engine, Options, models
-from strata_nb.addresses import memory_view
 from strata_nb.device_model import DeviceModel
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats, rms_norm
@@ -55,32 +54,39 @@ class Judged:
 
 def chosen_by_the_device(model: DeviceModel, layer: int, hidden: Floats) -> np.ndarray:
     """Run a layer from its second norm to its router, over the rows given: (rows, top_k)."""
-    programs, body = model._programs, model._programs.body
+    backend, programs, body = model._backend, model._programs, model._programs.body
     labels = [one.label for one in body]
     first = labels.index(f"blk.{layer}.ffn_norm")
     last = labels.index(f"blk.{layer}.router_top_k") + 1
+    (part,) = backend.prepare([body[first:last]])
     x = body[0].arguments[3]  # of embed
-    memory_view(x, hidden.nbytes).view(np.float32)[:] = hidden.reshape(-1)
-    model._backend.run(model._body, first, last)
-    top_k = model.description.top_k
-    found = memory_view(programs.chosen[layer], len(hidden) * top_k * 8).view(np.int64)
-    return found.reshape(len(hidden), top_k)
+    found = np.empty((len(hidden), model.description.top_k), np.int64)
+    at_once = model.max_rows
+    for start in range(0, len(hidden), at_once):
+        rows = hidden[start : start + at_once]
+        backend.send(x, np.ascontiguousarray(rows))
+        backend.run(part, len(rows))
+        backend.wait()
+        backend.fetch(programs.chosen[layer], found[start : start + at_once])
+    return found
 
 
+@pytest.mark.parametrize("device", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", MODULES)
 def test_a_device_chooses_the_judges_experts_where_logits_are_not_close(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "model.gguf"
     RANDOM_MODELS[name](path)
     judged = Judged(path, MODULES[name], monkeypatch)
     compared = 0
-    with Engine.open(Options(path, "host", ctx_size=ROWS)) as engine:
+    with Engine.open(Options(path, device, ctx_size=ROWS)) as engine:
         model = engine._on_device
         assert model is not None
-        rows = [Row(model.open_sequence(), token, False) for token in judged.ids[:1]]
-        rows = [Row(rows[0].sequence, token, False) for token in judged.ids]
-        model.step(rows)  # writes the record that the layers below read
+        assert ROWS % model.max_rows == 0
+        sequence = model.open_sequence()
+        # Writes the record that the layers below read: as many rows as go at once.
+        model.step([Row(sequence, token, False) for token in judged.ids[: model.max_rows]])
         top_k = model.description.top_k
         for layer, (hidden, router) in enumerate(zip(judged.hidden, judged.router, strict=True)):
             ours = chosen_by_the_device(model, layer, hidden)
