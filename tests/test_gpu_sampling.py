@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import TYPE_CHECKING
 
 import gpu_launches
 import kernel_references as plain
@@ -19,6 +20,9 @@ from strata_nb.kernels.gpu.functions import gpu_kernel
 from strata_nb.kernels.reference import Floats
 from strata_nb.options import Sampling
 from strata_nb.sampling import Choice, distribution
+
+if TYPE_CHECKING:
+    from gpu_card import Card
 
 BEYOND = -5
 NEAR = 1e-5  # of the border between two tokens: there the device may draw the other one
@@ -126,8 +130,8 @@ def test_it_is_for_every_combination_of_parameters(gpu: Run, vocabulary: int) ->
 
 
 @pytest.mark.gpu
-def test_it_is_for_the_vocabularies_of_real_models(gpu: Run) -> None:
-    compare(gpu, 151_936, rows=100, seed=2)
+def test_it_is_for_the_vocabularies_of_real_models(card: Card) -> None:
+    compare(card.run, 151_936, rows=100, seed=2)
 
 
 def test_draws_come_as_often_as_they_are_probable(gpu: Run) -> None:
