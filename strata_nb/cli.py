@@ -259,7 +259,7 @@ each expert was found there, and what had to be moved.
 
 Usage:
   strata_nb bench policy [options] [--] TRACE...
-  strata_nb bench --help
+  strata_nb bench [policy] --help
 
 A TRACE is written by generate --routing-trace: int16 .npy (tokens, layers, top-k). Policies:
   static      the slots hold what the profile ranks first
