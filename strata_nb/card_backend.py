@@ -12,7 +12,7 @@ before a run. Everything is work of one stream, so a run sees what was sent befo
     card     counts, logits --pinned staging--> host     when they are asked for
 
 Rejected: tables in pinned memory that kernels read over the link (a kernel that looks up an address
-waits a microsecond or two for it, at every layer).
+waits for the link, at every layer).
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from strata_nb.tracing import Recorder, RecordingDriver
 MOST_ROWS = 8  # of a step; a longer prompt is a chain of steps
 STAGING_BYTES = 4 << 20  # of pinned memory, each way
 USUAL_SHARED_BYTES = 48 << 10  # that a block gets without being asked
-OUTSIDE_BYTES = 256 << 20  # for page tables, modules, graphs and tables
-RESERVE_BYTES = 700 << 20  # for whoever draws the screen
+# Neither was measured: for page tables, modules, graphs and tables; for whoever draws the screen.
+OUTSIDE_BYTES = 256 << 20
+RESERVE_BYTES = 700 << 20
 
 
 class CardDriver(Driver, ProgramDriver, Protocol):

@@ -6,8 +6,8 @@ PTX is made once, for the oldest cards; nvJitLink turns it into a cubin for the 
 The driver never sees PTX, so it may be older than the toolkit, as long as their major version of
 CUDA is the same (NVIDIA promises no more). Nothing here needs a card.
 
-Numba's driver layer, device arrays and dispatcher are not used: they own a context and launch at
-27 us a call.
+Numba's driver layer, device arrays and dispatcher are not used: they own a context, and ask a card
+for its target.
 """
 
 from __future__ import annotations
