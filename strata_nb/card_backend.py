@@ -17,7 +17,6 @@ waits for the link, at every layer).
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,9 +28,9 @@ from numpy.typing import NDArray
 from strata_nb.addresses import memory_view
 from strata_nb.errors import DriverError, UnsupportedDevice
 from strata_nb.execution import Driver, ProgramDriver
-from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
+from strata_nb.kernels.gpu.launches import CardLaunch, card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
-from strata_nb.kernels.program import Launch, Program
+from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.progress import Progress, Say
 from strata_nb.tracing import Recorder, RecordingDriver
@@ -133,13 +132,11 @@ class CardBackend:
     def compile(self, programs: Sequence[Program], progress: Progress | None, say: Say) -> None:
         wanted: dict[str, Wanted] = {}
         for program in programs:
-            for one in program:
-                kernel = gpu_kernel(one)
-                if kernel is None:
-                    continue
-                kernel.grid(arguments_of(one), MOST_ROWS)  # refused before a model is loaded
-                if kernel.name not in self._machine:
-                    wanted[kernel.name] = (kernel, argument_kinds(one))
+            for rows in range(1, MOST_ROWS + 1):
+                for one in card_launches(program, rows):
+                    one.grid(rows)  # refused before a model is loaded
+                    if one.kernel.name not in self._machine:
+                        wanted[one.kernel.name] = (one.kernel, one.kinds)
         try:
             self._machine.update(self._compiler(list(wanted.values()), progress, say))
         except ImportError as error:  # so Numba says that NVIDIA's compiler is not there
@@ -154,21 +151,21 @@ class CardBackend:
 
     def _prepare(self, program: Program) -> CardProgram:
         graphs: dict[int, int] = {}
-        launches = [(one, kernel) for one in program if (kernel := gpu_kernel(one)) is not None]
-        for one, kernel in launches:
-            self._load(kernel, kernel.shared_bytes(arguments_of(one)))
         for rows in range(1, MOST_ROWS + 1):
+            launches = card_launches(program, rows)
+            for one in launches:
+                self._load(one.kernel, one.shared_bytes)
             graph = self._captured(launches, rows)
             graphs[rows] = self._card.graph_instantiate(graph, self.device)
             self._card.graph_destroy(graph)
         return CardProgram(graphs)
 
-    def _captured(self, launches: Sequence[tuple[Launch, GpuKernel]], rows: int) -> int:
+    def _captured(self, launches: Sequence[CardLaunch], rows: int) -> int:
         """Return a graph of launches for so many rows."""
         try:
             self._card.capture_begin(self._stream)
-            for one, kernel in launches:
-                self._launch(one, kernel, rows)
+            for one in launches:
+                self._launch(one, rows)
             return self._card.capture_end(self._stream)
         except BaseException:
             with suppress(DriverError):  # after a launch that failed there may be no graph
@@ -186,15 +183,14 @@ class CardBackend:
             self._card.set_dynamic_shared_bytes(self._functions[kernel.name], shared_bytes)
             self._most_shared[kernel.name] = shared_bytes
 
-    def _launch(self, one: Launch, kernel: GpuKernel, rows: int) -> None:
-        arguments = arguments_of(one)
+    def _launch(self, one: CardLaunch, rows: int) -> None:
         self._card.launch(
-            self._functions[kernel.name],
-            kernel.grid(arguments, rows),
-            (kernel.threads, 1, 1),
-            kernel.shared_bytes(arguments),
+            self._functions[one.kernel.name],
+            one.grid(rows),
+            (one.kernel.threads, 1, 1),
+            one.shared_bytes,
             self._stream,
-            packed_arguments(one),
+            one.packed,
         )
 
     def run(self, program: CardProgram, rows: int, first: int = 0, last: int | None = None) -> None:
@@ -270,14 +266,3 @@ class _Staging:
             self._driver.stream_synchronize(self._stream)
             self._used = 0
             part[:] = memory_view(place, len(part))
-
-
-def packed_arguments(one: Launch) -> bytes:
-    """Return the arguments of a launch as a kernel reads them: int64 and float32, as C has them."""
-    kinds = argument_kinds(one)
-    layout = "@" + "".join("f" if kind == "float" else "q" for kind in kinds)
-    values = [
-        float(np.uint32(word).view(np.float32)) if kind == "float" else word
-        for word, kind in zip(one.arguments, kinds, strict=True)
-    ]
-    return struct.pack(layout, *values)

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
-from strata_nb.card_backend import USUAL_SHARED_BYTES, packed_arguments
+from strata_nb.card_backend import USUAL_SHARED_BYTES
 from strata_nb.driver import CudaDriver
 from strata_nb.kernels.gpu.cubins import Cubins
-from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
-from strata_nb.kernels.program import launch
+from strata_nb.kernels.gpu.launches import CardLaunch, card_launch
+from strata_nb.kernels.program import Launch, launch
 
 GUARD = 256  # bytes before and behind each array
 PATTERN = 0xA5
@@ -85,37 +85,36 @@ class Card:
         _check_and_take(kernel, copies, before, after)
 
     def _launch(
-        self, one: Any, most_rows: int, block: int, staging: int, before: NDArray[np.uint8]
+        self, one: Launch, most_rows: int, block: int, staging: int, before: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
         driver, size = self.driver, len(before)
-        found = gpu_kernel(one)
+        found = card_launch(one)
         assert found is not None, f"{one.kernel} has nothing to run on a card"
-        function = self._function(found, argument_kinds(one))
-        arguments = arguments_of(one)
-        shared_bytes = found.shared_bytes(arguments)
-        if shared_bytes > USUAL_SHARED_BYTES:
-            driver.set_dynamic_shared_bytes(function, shared_bytes)
+        function = self._function(found)
+        if found.shared_bytes > USUAL_SHARED_BYTES:
+            driver.set_dynamic_shared_bytes(function, found.shared_bytes)
         view = memory_view(staging, size)
         view[:] = before
         driver.copy_async(block, staging, size, self._stream)
         driver.launch(
             function,
-            found.grid(arguments, most_rows),
-            (found.threads, 1, 1),
-            shared_bytes,
+            found.grid(most_rows),
+            (found.kernel.threads, 1, 1),
+            found.shared_bytes,
             self._stream,
-            packed_arguments(one),
+            found.packed,
         )
         driver.copy_async(staging, block, size, self._stream)
         driver.stream_synchronize(self._stream)
         return view.copy()
 
-    def _function(self, kernel: Any, kinds: Sequence[str]) -> int:
-        if kernel.name not in self._functions:
-            made = self._cubins([(kernel, kinds)], None, lambda _: None)[kernel.name]
+    def _function(self, one: CardLaunch) -> int:
+        name = one.kernel.name
+        if name not in self._functions:
+            made = self._cubins([(one.kernel, one.kinds)], None, lambda _: None)[name]
             module = self.driver.load_module(0, made.image)
-            self._functions[kernel.name] = self.driver.function(module, made.entry)
-        return self._functions[kernel.name]
+            self._functions[name] = self.driver.function(module, made.entry)
+        return self._functions[name]
 
 
 def _translated(array: NDArray[Any], copies: Sequence[_Copy], block: int) -> NDArray[Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.kernels.gpu.compile import ptx_code
-from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
+from strata_nb.kernels.gpu.launches import card_launch
 from strata_nb.kernels.program import Launch, launch
 from strata_nb.kernels.table import KERNELS
 
@@ -52,24 +52,22 @@ def simulated(
         for name, value in values.items()
     }
     one = launch(kernel, words, variant=variant)
-    found = gpu_kernel(one)
+    found = card_launch(one)
     assert found is not None, f"{kernel} has nothing to run on a card"
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     memory = gpu_simulator.Memory(
         [*(arrays[name] for name in written), *written_tables],
         [*(array for name, array in arrays.items() if name not in written), *tables],
     )
-    arguments = arguments_of(one)
-    floats = [kind == "float" for kind in argument_kinds(one)]
     passed = [
-        float(np.uint32(word).view(np.float32)) if is_float else word
-        for word, is_float in zip(one.arguments, floats, strict=True)
+        float(np.uint32(word).view(np.float32)) if kind == "float" else word
+        for word, kind in zip(found.arguments.values(), found.kinds, strict=True)
     ]
     gpu_simulator.run(
-        found.function,
-        found.grid(arguments, most_rows),
-        found.threads,
-        found.shared_bytes(arguments),
+        found.kernel.function,
+        found.grid(most_rows),
+        found.kernel.threads,
+        found.shared_bytes,
         passed,
         memory,
     )
@@ -85,7 +83,7 @@ def shaped(kernel: str, variant: Any = None, **values: int | float) -> Launch:
 def check_code(kernel: str, variant: Any = None, **values: int | float) -> None:
     """Compile a kernel as far as PTX, which must not use double precision."""
     one = shaped(kernel, variant, **values)
-    found = gpu_kernel(one)
+    found = card_launch(one)
     assert found is not None, f"{kernel} has nothing to run on a card"
-    code = ptx_code(found, argument_kinds(one))
-    assert ".f64" not in code, f"{found.name} computes in double precision"
+    code = ptx_code(found.kernel, found.kinds)
+    assert ".f64" not in code, f"{found.kernel.name} computes in double precision"
