@@ -149,11 +149,16 @@ class ProgramDriver(Protocol):
         shared_bytes: int,
         stream: int,
         arguments: Buffer,
+        *,
+        overlaps: bool = False,
     ) -> None:
         """Run a kernel on a stream: `grid` blocks of `block` threads.
 
         arguments: the bytes of all arguments in order, each aligned as C aligns it, which
         `struct.pack("@...", ...)` does. They are copied before this returns.
+
+        overlaps: the kernel may begin before the one in front of it has ended, on cards that can do
+        that; it waits by itself, in its code, before it uses what others write.
         """
 
     def capture_begin(self, stream: int) -> None:

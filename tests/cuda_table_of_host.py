@@ -345,9 +345,14 @@ class HostTable:
         called = cuda.HostFunction(function)
         self.host.launch_host(stream, lambda: called(work))
 
-    def _cuLaunchKernel(self, function: int, *rest: Any) -> None:
-        grid, block, (shared, stream, parameters, extra) = rest[:3], rest[3:6], rest[6:]
+    def _cuLaunchKernelEx(self, asked: Any, function: int, parameters: Any, extra: Any) -> None:
+        config = asked[0]
         assert not parameters
+        for number in range(config.numAttrs):
+            assert config.attrs[number].id == cuda.PROGRAMMATIC_STREAM_SERIALIZATION
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        block = config.blockDimX, config.blockDimY, config.blockDimZ
+        shared, stream = config.sharedMemBytes, config.hStream
         if shared > self._most_shared.get(function, USUAL_SHARED_BYTES):
             raise Broken(cuda.INVALID_VALUE)
         launch = Launch(grid, block, shared, _packed(extra))

@@ -56,8 +56,6 @@ class Memory:
             raise KernelFault(f"a write to an array that is read only, at {address - start:,}")
         if use == "fetch" and writable:
             raise KernelFault(f"a fetch of an array that is written, at {address - start:,}")
-        if address % size:
-            raise KernelFault(f"{size} bytes at {address:#x}: not aligned")
 
 
 class _Lane(NamedTuple):
@@ -254,6 +252,16 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
     }
     if name in places:
         return places[name]
+    if name == "await_previous":
+        return lambda: None  # launches follow each other here
+    if name == "prefetch":
+
+        def prefetch(address: int, size: int) -> None:
+            memory.check(address, size, "fetch")
+            if address % 16 or size % 16:
+                raise KernelFault(f"a prefetch of {size} bytes at {address:#x}: not in sixteens")
+
+        return prefetch
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
     if name.startswith("shuffle_xor_"):
@@ -276,6 +284,8 @@ def _access(name: str, own: Callable[[], _Lane], memory: Memory) -> Callable[...
     def bytes_at(place: int) -> Any:
         if not shared:
             memory.check(place, size, kind)
+            if place % size:
+                raise KernelFault(f"{size} bytes at {place:#x}: not aligned")
             return (ctypes.c_char * size).from_address(place), 0
         block = own().shared
         if not 0 <= place <= len(block) - size or place % size:

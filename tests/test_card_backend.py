@@ -222,7 +222,7 @@ class Invalidated(FailingTable):
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         function = super().__getattr__(name)
-        if name == "cuLaunchKernel":
+        if name == "cuLaunchKernelEx":
             return lambda *_: cuda_table.INVALID_VALUE
         if name != "cuStreamEndCapture":
             return function
@@ -240,7 +240,7 @@ def test_a_launch_that_is_refused_is_what_is_reported_not_the_capture_it_spoils(
     with (
         failing_card(wrap=Invalidated) as (open_card, _),
         closing(open_card()) as backend,
-        pytest.raises(DriverError, match="cuLaunchKernel"),
+        pytest.raises(DriverError, match="cuLaunchKernelEx"),
     ):
         Adding(backend)
 
@@ -254,7 +254,7 @@ CALLS = {
     "cuModuleLoadDataEx": 1,
     "cuModuleGetFunction": 1,
     "cuStreamBeginCapture": 2,
-    "cuLaunchKernel": 3,
+    "cuLaunchKernelEx": 3,
     "cuGraphInstantiateWithFlags": 2,
     "cuGraphDestroy": 2,
     "cuMemcpyAsync": 2,

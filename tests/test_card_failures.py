@@ -196,13 +196,13 @@ def test_a_launch_that_fails_while_it_is_captured_is_what_is_told(
         raise DriverError("capture_end", 901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", device=0)
 
     monkeypatch.setattr(CudaDriver, "capture_end", invalidated)
-    machine.table.plan("cuLaunchKernel", 5)
-    with pytest.raises(DriverError, match="cuLaunchKernel"):
+    machine.table.plan("cuLaunchKernelEx", 5)
+    with pytest.raises(DriverError, match="cuLaunchKernelEx"):
         live_once(machine, tiny)
     assert machine.cards.live() == {}
 
 
-@pytest.mark.parametrize("name", ["cuStreamBeginCapture", "cuLaunchKernel", "cuStreamEndCapture"])
+@pytest.mark.parametrize("name", ["cuStreamBeginCapture", "cuLaunchKernelEx", "cuStreamEndCapture"])
 def test_an_interrupt_during_a_capture_leaves_nothing(
     machine: Machine, tiny: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

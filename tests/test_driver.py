@@ -288,7 +288,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[Things], object]]] = {
         lambda t: t.driver.set_dynamic_shared_bytes(t.kernel, 1024),
     ),
     "launch": (
-        "cuLaunchKernel",
+        "cuLaunchKernelEx",
         lambda t: t.driver.launch(t.kernel, (1, 1, 1), (1, 1, 1), 0, t.stream, bytes(20)),
     ),
     "capture_begin": ("cuStreamBeginCapture", lambda t: t.driver.capture_begin(t.stream)),

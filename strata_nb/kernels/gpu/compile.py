@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.gpu.binding import rebind
-from strata_nb.kernels.gpu.intrinsics import Intrinsic
+from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS, SINCE, Intrinsic
 from strata_nb.kernels.gpu.operations import GpuKernel
 
 Function = Callable[..., Any]
@@ -71,13 +71,18 @@ def ptx_code(kernel: GpuKernel, kinds: Sequence[str]) -> str:
     """Return PTX of a kernel for the oldest cards, under the kernel's own name.
 
     kinds   of its arguments, as `llvm_code` has them
+
+    A kernel that says nothing about launches before it waits for them first.
     """
     numba = _numba()
     library, name = llvm_code(kernel.function, kinds)
     numba.nvvm.set_launch_bounds(library.get_function(name), kernel.threads)
     (text,) = library.get_asm_strs(cc=OLDEST)
     # Numba numbers what it compiles: without that the same kernel is the same code every time.
-    return re.sub(r".*_ZN08NumbaEnv.*\n", "", text).replace(name, kernel.name)
+    text = re.sub(r".*_ZN08NumbaEnv.*\n", "", text).replace(name, kernel.name)
+    if AWAIT_PREVIOUS not in text:
+        text = re.sub(r"^\{$", f"{{\n\t{AWAIT_PREVIOUS}", text, count=1, flags=re.MULTILINE)
+    return text
 
 
 def cubin_of(kernel: GpuKernel, kinds: Sequence[str], target: str) -> Cubin:
@@ -89,6 +94,7 @@ def link(ptx: str, target: str) -> Cubin:
     """Return the cubin of PTX for a target such as "sm_90"; works without a card."""
     bindings = _numba().nvjitlink
     (entry,) = re.findall(r"\.entry\s+(\w+)\s*\(", ptx)
+    ptx = _for_target(ptx, int(target.removeprefix("sm_")))
     try:
         handle = bindings.create(3, [f"-arch={target}", "-verbose", "-O3"])
     except bindings.nvJitLinkError as error:
@@ -114,6 +120,16 @@ def link(ptx: str, target: str) -> Cubin:
     registers = int(_number(r"[Uu]sed (\d+) registers", log))
     spills = int(_number(r"(\d+) bytes (?:spill stores|lmem)", log))
     return Cubin(entry, bytes(image), registers, spills)
+
+
+def _for_target(ptx: str, target: int) -> str:
+    """Return PTX with the instructions that a target has and the oldest has not."""
+    found = [int(since) for since in re.findall(SINCE.format(r"(\d+)"), ptx)]
+    usable = [since for since in found if since <= target]
+    for since in usable:
+        ptx = ptx.replace(SINCE.format(since), "")
+    oldest = "".join(map(str, OLDEST))
+    return ptx.replace(f".target sm_{oldest}", f".target sm_{max(usable)}") if usable else ptx
 
 
 def _number(pattern: str, log: str) -> str:
@@ -259,6 +275,7 @@ def _assembly(intrinsic: Intrinsic, text: str, constraints: str) -> Callable[...
     )
 
     def emit(builder: Any, arguments: list[Any]) -> Any:
-        return builder.call(ir.InlineAsm(kind, text, constraints), arguments)
+        effects = "~{memory}" in constraints
+        return builder.call(ir.InlineAsm(kind, text, constraints, effects), arguments)
 
     return emit

@@ -33,7 +33,8 @@ class Intrinsic:
     result      type of the result: "i32", "f32", "4xi32" for a tuple of four, "void"
     arguments   types of the arguments
     body        emits code that both vendors' LLVM understands; None where the two differ
-    ptx         for NVIDIA: instruction and constraints of an inline assembly, or emits code
+    ptx         for NVIDIA: instruction and constraints of an inline assembly, or emits code; of an
+                instruction `since(90, ...)` older cards have nothing
     amdgpu      for AMD: emits code
     """
 
@@ -58,6 +59,22 @@ class Intrinsic:
     def __call__(self, *arguments: Any) -> Any:
         """Exist for those who read types: only a compiled or simulated kernel can call it."""
         raise TypeError(f"{self!r} has a meaning in kernels only, called with {arguments}")
+
+
+SINCE = "//since {}: "  # before an instruction in PTX: a comment until it is linked
+
+
+def since(target: int, instruction: str, constraints: str) -> tuple[str, str]:
+    """Return an instruction without a result that targets have from `target` on, such as 90.
+
+    Nothing that reads or writes memory is moved across it.
+    """
+    joined = ",".join(part for part in (constraints, "~{memory}") if part)
+    return SINCE.format(target) + instruction, joined
+
+
+def _nothing(builder: Any, arguments: list[Any]) -> None:
+    """Emit nothing."""
 
 
 def _ir() -> Any:
@@ -215,6 +232,28 @@ class ConstantTable(Intrinsic):
             table.global_constant, table.linkage, table.align = True, "internal", 16
         place = builder.gep(table, [ir.Constant(ir.IntType(64), 0), arguments[0]], inbounds=True)
         return builder.load(place, align=4)
+
+
+# -- launches that overlap -------------------------------------------------------------------------
+#
+# A card may start a kernel while the one before it still runs. Every kernel waits here for all that
+# was launched before, and lets the next one start: behind the wait, so that of three kernels in a
+# row the first has ended before the third begins. Before the wait a kernel may read what was
+# written two launches ago or earlier, and weights.
+
+AWAIT_PREVIOUS, _ORDERED = since(90, "griddepcontrol.wait; griddepcontrol.launch_dependents;", "")
+await_previous = Intrinsic(
+    "await_previous", "void()", ptx=(AWAIT_PREVIOUS, _ORDERED), amdgpu=_nothing
+)
+
+# Ask for bytes to be brought into the card's cache: address and size are multiples of 16. It
+# changes nothing but the time that loads of them take.
+prefetch = Intrinsic(
+    "prefetch",
+    "void(i64, i32)",
+    ptx=since(90, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r"),
+    amdgpu=_nothing,
+)
 
 
 # -- who a lane is ---------------------------------------------------------------------------------
