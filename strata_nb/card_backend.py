@@ -91,6 +91,7 @@ class CardBackend:
     recorder   writes down what the driver is asked; it stays the caller's
     """
 
+    overlaps = True  # kernels begin while the one in front of them ends, on cards that can
     has_slots, of_host, most_rows, chooses_tokens = True, False, MOST_ROWS, True
     outside_bytes, reserve_bytes = OUTSIDE_BYTES, RESERVE_BYTES
 
@@ -191,6 +192,7 @@ class CardBackend:
             one.shared_bytes,
             self._stream,
             one.packed,
+            overlaps=self.overlaps,
         )
 
     def run(self, program: CardProgram, rows: int, first: int = 0, last: int | None = None) -> None:

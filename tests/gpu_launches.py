@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.kernels.gpu.compile import ptx_code
-from strata_nb.kernels.gpu.launches import card_launch
-from strata_nb.kernels.program import Launch, launch
+from strata_nb.kernels.gpu.launches import card_launches
+from strata_nb.kernels.program import Launch, Program, launch
 from strata_nb.kernels.table import KERNELS
 
 # (kernel of the table, variant, values by name: arrays by address; which of them are written,
@@ -52,25 +52,33 @@ def simulated(
         for name, value in values.items()
     }
     one = launch(kernel, words, variant=variant)
-    found = card_launch(one)
-    assert found is not None, f"{kernel} has nothing to run on a card"
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-    memory = gpu_simulator.Memory(
+    simulated_program(
+        (one,),
+        most_rows,
         [*(arrays[name] for name in written), *written_tables],
         [*(array for name, array in arrays.items() if name not in written), *tables],
     )
-    passed = [
-        float(np.uint32(word).view(np.float32)) if kind == "float" else word
-        for word, kind in zip(found.arguments.values(), found.kinds, strict=True)
-    ]
-    gpu_simulator.run(
-        found.kernel.function,
-        found.grid(most_rows),
-        found.kernel.threads,
-        found.shared_bytes,
-        passed,
-        memory,
-    )
+
+
+def simulated_program(
+    program: Program, rows: int, written: Sequence[NDArray[Any]], read: Sequence[NDArray[Any]]
+) -> None:
+    """Run what a card launches for a program of so many rows; these arrays are all that it uses."""
+    memory = gpu_simulator.Memory(written, read)
+    for one in card_launches(program, rows):
+        passed = [
+            float(np.uint32(word).view(np.float32)) if kind == "float" else word
+            for word, kind in zip(one.arguments.values(), one.kinds, strict=True)
+        ]
+        gpu_simulator.run(
+            one.kernel.function,
+            one.grid(rows),
+            one.kernel.threads,
+            one.shared_bytes,
+            passed,
+            memory,
+        )
 
 
 def shaped(kernel: str, variant: Any = None, **values: int | float) -> Launch:
@@ -83,7 +91,6 @@ def shaped(kernel: str, variant: Any = None, **values: int | float) -> Launch:
 def check_code(kernel: str, variant: Any = None, **values: int | float) -> None:
     """Compile a kernel as far as PTX, which must not use double precision."""
     one = shaped(kernel, variant, **values)
-    found = card_launch(one)
-    assert found is not None, f"{kernel} has nothing to run on a card"
-    code = ptx_code(found.kernel, found.kinds)
-    assert ".f64" not in code, f"{found.kernel.name} computes in double precision"
+    for found in card_launches((one,), 8):
+        code = ptx_code(found.kernel, found.kinds)
+        assert ".f64" not in code, f"{found.kernel.name} computes in double precision"

@@ -252,8 +252,8 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
     }
     if name in places:
         return places[name]
-    if name == "await_previous":
-        return lambda: None  # launches follow each other here
+    if name in ("await_previous", "hold"):
+        return lambda *_: None  # launches follow each other here
     if name == "prefetch":
 
         def prefetch(address: int, size: int) -> None:

@@ -6,6 +6,7 @@ shows here only as far as a compiler can tell. Nothing runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -15,8 +16,9 @@ from gpu_launches import shaped
 
 from strata_nb.formats import CACHE_TYPES, TensorType
 from strata_nb.kernels.gpu.compile import llvm_code
-from strata_nb.kernels.gpu.functions import argument_kinds, gpu_kernel
 from strata_nb.kernels.gpu.intrinsics import SHARED_NAME
+from strata_nb.kernels.gpu.launches import card_launches
+from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
 
@@ -89,10 +91,13 @@ def lower(name: str, variant: Any) -> None:
     kernel = KERNELS[name]
     sizes = {one.name: SIZES[one.name] for one in kernel.arguments if one.name in SIZES}
     launch = shaped(name, variant, **sizes)
-    found = gpu_kernel(launch)
-    if found is None:
-        return
-    library, entry = llvm_code(found.function, argument_kinds(launch), "amdgpu")
+    for rows in (1, 8):
+        for one in card_launches((launch,), rows):
+            lower_kernel(one.kernel, one.kinds)
+
+
+def lower_kernel(found: GpuKernel, kinds: Sequence[str]) -> None:
+    library, entry = llvm_code(found.function, kinds, "amdgpu")
     foreign, objects = amdgpu_lowering.lower(
         library.llvm_strs, entry, found.name, found.threads, SHARED_NAME, CARDS
     )

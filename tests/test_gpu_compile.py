@@ -14,8 +14,9 @@ import pytest
 from gpu_launches import shaped
 
 from strata_nb.formats import CACHE_TYPES
+from strata_nb.formats import TensorType as T
 from strata_nb.kernels.gpu import compile as gpu_compile
-from strata_nb.kernels.gpu.functions import argument_kinds, gpu_kernel
+from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
@@ -30,6 +31,13 @@ VOCABULARIES = (258, 4096, 151_936)
 ROUTERS = ((8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8))
 
 
+# What a card may launch together: products of one row with weights of several types.
+TOGETHER = [
+    tuple(shaped("linear", kind, values=values)._replace(waits=False) for kind in kinds)
+    for kinds in ((T.Q4_K, T.Q4_K, T.Q6_K), (T.Q5_K, T.Q8_0))
+    for values in (2048, 8192)
+]
+
 Kernels = dict[str, tuple[GpuKernel, Sequence[str]]]
 
 
@@ -43,9 +51,12 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     for name in KERNELS:
         for variant, values in launches_of(name, lengths=lengths):
             one = shaped(name, variant, **values)
-            kernel = gpu_kernel(one)
-            if kernel is not None:
-                found[kernel.name] = kernel, argument_kinds(one)
+            for rows in (1, 8):
+                for made in card_launches((one,), rows):
+                    found[made.kernel.name] = made.kernel, made.kinds
+    for program in TOGETHER:
+        for made in card_launches(program, 1):
+            found[made.kernel.name] = made.kernel, made.kinds
     return found
 
 
@@ -56,7 +67,7 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
         yield from ((kind, {}) for kind in KINDS)
     elif axis in ("weights", "gate_up"):
         for kind in KINDS:
-            for values in (256, 257) if kind in UNPACKED else (256,):
+            for values in (256, 257) if kind in UNPACKED else (256, 2048, 8192):
                 yield (kind, kind) if axis == "gate_up" else kind, {"values": values}
     elif axis == "keys_values":
         for pair, length, group in product(product(CACHE_TYPES, repeat=2), LENGTHS, GROUPS):

@@ -135,14 +135,18 @@ def _load(stored: str, result: str, place: Callable[..., Any], *, constant: bool
     return emit
 
 
-def _fetch_vector(count: int, element: str) -> Emit:
-    """Return what loads several neighbours at once, which nothing writes while the kernel runs."""
+def _vector(count: int, element: str, *, constant: bool) -> Emit:
+    """Return what loads several neighbours at once.
+
+    constant   nothing writes them while the kernel runs
+    """
 
     def emit(builder: Any, arguments: list[Any]) -> Any:
         ir = _ir()
         vector = ir.VectorType(llvm_type(element), count)
         value = builder.load(_global(builder, arguments[0], vector), align=4 * count)
-        value.set_metadata("invariant.load", builder.module.add_metadata([]))
+        if constant:
+            value.set_metadata("invariant.load", builder.module.add_metadata([]))
         lanes = [
             builder.extract_element(value, ir.Constant(ir.IntType(32), n)) for n in range(count)
         ]
@@ -171,15 +175,19 @@ load_f32 = Intrinsic("load_f32", "f32(i64)", body=_load("f32", "f32", _global, c
 load_i64 = Intrinsic("load_i64", "i64(i64)", body=_load("i64", "i64", _global, constant=False))
 load_i32 = Intrinsic("load_i32", "i32(i64)", body=_load("i32", "i32", _global, constant=False))
 load_u8 = Intrinsic("load_u8", "i32(i64)", body=_load("i8", "i32", _global, constant=False))
+load_2xi32 = Intrinsic("load_2xi32", "2xi32(i64)", body=_vector(2, "i32", constant=False))
+load_4xi32 = Intrinsic("load_4xi32", "4xi32(i64)", body=_vector(4, "i32", constant=False))
+load_4xf32 = Intrinsic("load_4xf32", "4xf32(i64)", body=_vector(4, "f32", constant=False))
 
-# Of memory that nothing writes while the kernel runs, such as weights and tables.
+# Of memory that nothing writes while the kernel runs, such as weights. What the launch in front
+# writes is none of it: it may still run when this kernel begins.
 fetch_f32 = Intrinsic("fetch_f32", "f32(i64)", body=_load("f32", "f32", _global, constant=True))
 fetch_i32 = Intrinsic("fetch_i32", "i32(i64)", body=_load("i32", "i32", _global, constant=True))
 fetch_u16 = Intrinsic("fetch_u16", "i32(i64)", body=_load("i16", "i32", _global, constant=True))
 fetch_u8 = Intrinsic("fetch_u8", "i32(i64)", body=_load("i8", "i32", _global, constant=True))
-fetch_2xi32 = Intrinsic("fetch_2xi32", "2xi32(i64)", body=_fetch_vector(2, "i32"))
-fetch_4xi32 = Intrinsic("fetch_4xi32", "4xi32(i64)", body=_fetch_vector(4, "i32"))
-fetch_4xf32 = Intrinsic("fetch_4xf32", "4xf32(i64)", body=_fetch_vector(4, "f32"))
+fetch_2xi32 = Intrinsic("fetch_2xi32", "2xi32(i64)", body=_vector(2, "i32", constant=True))
+fetch_4xi32 = Intrinsic("fetch_4xi32", "4xi32(i64)", body=_vector(4, "i32", constant=True))
+fetch_4xf32 = Intrinsic("fetch_4xf32", "4xf32(i64)", body=_vector(4, "f32", constant=True))
 
 store_f32 = Intrinsic("store_f32", "void(i64, f32)", body=_store("f32", _global))
 store_i64 = Intrinsic("store_i64", "void(i64, i64)", body=_store("i64", _global))
@@ -244,6 +252,15 @@ class ConstantTable(Intrinsic):
 AWAIT_PREVIOUS, _ORDERED = since(90, "griddepcontrol.wait; griddepcontrol.launch_dependents;", "")
 await_previous = Intrinsic(
     "await_previous", "void()", ptx=(AWAIT_PREVIOUS, _ORDERED), amdgpu=_nothing
+)
+
+# Wait until a word that was loaded is there. Without it a compiler may move loads that stand before
+# `await_previous` behind it: they would be right there, and late.
+hold = Intrinsic(
+    "hold",
+    "void(i32)",
+    ptx=since(90, "{ .reg .pred p; setp.eq.s32 p, $0, 1; @p nanosleep.u32 0; }", "r"),
+    amdgpu=_nothing,
 )
 
 # Ask for bytes to be brought into the card's cache: address and size are multiples of 16. It

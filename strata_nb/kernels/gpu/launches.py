@@ -12,9 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
+from strata_nb.kernels.gpu.one_row import MOST_WEIGHTS, one_row_kernel
 from strata_nb.kernels.gpu.operations import GpuKernel, Grid
+from strata_nb.kernels.gpu.sampling import sample_keys_kernel
 from strata_nb.kernels.program import Launch, Program
+from strata_nb.packing import PACKED
 
 
 class CardLaunch(NamedTuple):
@@ -58,4 +62,55 @@ def card_launch(one: Launch) -> CardLaunch | None:
 
 def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows."""
-    return [made for one in program if (made := card_launch(one)) is not None]
+    made, at = [], 0
+    while at < len(program):
+        found = products_of_one_row(program, at) if rows == 1 else ()
+        if found:
+            made.append(_one_row(found))
+        elif program[at].kernel == "sample":
+            made += _sample(program[at])
+        elif (alone := card_launch(program[at])) is not None:
+            made.append(alone)
+        at += max(1, len(found))
+    return made
+
+
+def products_of_one_row(program: Program, at: int) -> Sequence[Launch]:
+    """Return the launches from a place on that one launch can do: products of the same row."""
+    found: list[Launch] = []
+    while at < len(program) and len(found) < MOST_WEIGHTS:
+        one = program[at]
+        if one.kernel != "linear" or one.variant not in PACKED or (found and one.waits):
+            break
+        given, first = arguments_of(one), arguments_of(found[0] if found else one)
+        if any(given[name] != first[name] for name in _OF_THE_ROW):
+            break
+        found.append(one)
+        at += 1
+    return found
+
+
+def _sample(one: Launch) -> list[CardLaunch]:
+    """Return the two launches that draw tokens."""
+    whole = card_launch(one)
+    assert whole is not None  # noqa: S101 - a card has it
+    return [whole._replace(kernel=sample_keys_kernel()), whole]
+
+
+_OF_THE_ROW = ("rows", "x", "values", "add")
+_OF_A_WEIGHT = ("weight", "bias", "y", "outputs")
+
+
+def _one_row(launches: Sequence[Launch]) -> CardLaunch:
+    """Return one launch for products of the same row."""
+    given = [arguments_of(one) for one in launches]
+    types = tuple(TensorType(one.variant) for one in launches)  # type: ignore[arg-type]
+    kernel = one_row_kernel(types, given[0]["values"])
+    kinds = dict(zip(given[0], argument_kinds(launches[0]), strict=True))
+    words = {name: (given[0][name], kinds[name]) for name in _OF_THE_ROW}
+    for number, one in enumerate(given, start=1):
+        suffix = "" if number == 1 else str(number)
+        words |= {name + suffix: (one[name], kinds[name]) for name in _OF_A_WEIGHT}
+    label = ", ".join([launches[0].label, *(one.label.rpartition(".")[2] for one in launches[1:])])
+    arguments = {name: word for name, (word, _) in words.items()}
+    return CardLaunch(kernel, label, arguments, tuple(kind for _, kind in words.values()))
