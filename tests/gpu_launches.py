@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.kernels.gpu.compile import ptx_code
-from strata_nb.kernels.gpu.launches import card_launch
+from strata_nb.kernels.gpu.launches import CardLaunch, card_launch
+from strata_nb.kernels.gpu.routed import CARD_KERNELS
 from strata_nb.kernels.program import Launch, launch
 from strata_nb.kernels.table import KERNELS
 
-# (kernel of the table, variant, values by name: arrays by address; which of them are written,
-# further arrays that addresses in tables point to: written, read)
+# (kernel of the table or of cards alone, variant, values by name: arrays by address; which of them
+# are written, further arrays that addresses in tables point to: written, read)
 Run = Callable[..., None]
 
 
@@ -51,9 +52,7 @@ def simulated(
         name: int(value.ctypes.data) if isinstance(value, np.ndarray) else value
         for name, value in values.items()
     }
-    one = launch(kernel, words, variant=variant)
-    found = card_launch(one)
-    assert found is not None, f"{kernel} has nothing to run on a card"
+    found = of_card(kernel, words, variant)
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     memory = gpu_simulator.Memory(
         [*(arrays[name] for name in written), *written_tables],
@@ -73,6 +72,16 @@ def simulated(
     )
 
 
+def of_card(kernel: str, words: dict[str, int | float], variant: Any = None) -> CardLaunch:
+    """Return a launch of a kernel of the table, or of one that cards have in its place."""
+    if kernel in CARD_KERNELS:
+        described = CARD_KERNELS[kernel]
+        assert set(words) == set(described.arguments)
+        given = {name: int(value) for name, value in words.items()}
+        return card_launch(described.part(given, variant))
+    return card_launch(launch(kernel, words, variant=variant))
+
+
 def shaped(kernel: str, variant: Any = None, **values: int | float) -> Launch:
     """Return a launch for whoever asks for code only: arguments that are not given are 0."""
     kinds = {argument.name: argument.kind for argument in KERNELS[kernel].arguments}
@@ -80,10 +89,15 @@ def shaped(kernel: str, variant: Any = None, **values: int | float) -> Launch:
     return launch(kernel, {**words, **values}, variant=variant)
 
 
-def check_code(kernel: str, variant: Any = None, **values: int | float) -> None:
+def shaped_for_card(kernel: str, variant: Any = None, **values: int) -> CardLaunch:
+    """Return `shaped` as a card has it, also of a kernel that cards alone have."""
+    if kernel in CARD_KERNELS:
+        return of_card(kernel, dict.fromkeys(CARD_KERNELS[kernel].arguments, 0) | values, variant)
+    return card_launch(shaped(kernel, variant, **values))
+
+
+def check_code(kernel: str, variant: Any = None, **values: int) -> None:
     """Compile a kernel as far as PTX, which must not use double precision."""
-    one = shaped(kernel, variant, **values)
-    found = card_launch(one)
-    assert found is not None, f"{kernel} has nothing to run on a card"
+    found = shaped_for_card(kernel, variant, **values)
     code = ptx_code(found.kernel, found.kinds)
     assert ".f64" not in code, f"{found.kernel.name} computes in double precision"

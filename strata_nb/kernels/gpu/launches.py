@@ -14,6 +14,7 @@ import numpy as np
 
 from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
 from strata_nb.kernels.gpu.operations import GpuKernel, Grid
+from strata_nb.kernels.gpu.routed import Part, with_routes
 from strata_nb.kernels.program import Launch, Program
 
 
@@ -48,14 +49,14 @@ class CardLaunch(NamedTuple):
         return struct.pack(layout, *values)
 
 
-def card_launch(one: Launch) -> CardLaunch | None:
-    """Return what runs a launch of the table by itself, None if nothing has to."""
+def card_launch(one: Launch | Part) -> CardLaunch:
+    """Return what runs a launch of the table by itself, or a kernel that cards alone have."""
+    if isinstance(one, Part):
+        return CardLaunch(*one)
     kernel = gpu_kernel(one)
-    if kernel is None:
-        return None
     return CardLaunch(kernel, one.label, arguments_of(one), tuple(argument_kinds(one)))
 
 
 def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows."""
-    return [made for one in program if (made := card_launch(one)) is not None]
+    return [card_launch(one) for one in with_routes(program)]
