@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from strata_nb.addresses import memory_view
 from strata_nb.errors import DriverError, UnsupportedDevice
 from strata_nb.execution import Driver, ProgramDriver
-from strata_nb.kernels.gpu.launches import CardLaunch, card_launches
+from strata_nb.kernels.gpu.card_launch import CardLaunch
+from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes

@@ -9,7 +9,7 @@ from gpu_launches import aligned, shaped, simulated_program
 from host_launches import UNTOUCHED, Matrix, normal, same_bits
 
 from strata_nb.formats import TensorType
-from strata_nb.kernels.gpu.launches import card_launches, products_of_one_row
+from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.program import Launch, launch
 
 T = TensorType
@@ -41,7 +41,6 @@ def test_products_of_the_same_row_are_one_launch() -> None:
 )
 def test_what_cannot_be_done_together_is_apart(second: Launch) -> None:
     program = (product(1, T.Q4_K), second)
-    assert len(products_of_one_row(program, 0)) == 1
     assert len(card_launches(program, 1)) == 2
 
 

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.gpu.binding import rebind
 from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS, SINCE, Intrinsic
-from strata_nb.kernels.gpu.operations import MOST_REGISTERS, GpuKernel
+from strata_nb.kernels.gpu.operations import GpuKernel
 
 Function = Callable[..., Any]
 
 _NEWER = "a newer toolkit: pip install -U 'strata-nb[cuda]'"
 OLDEST = (7, 5)  # what PTX is made for
-REGISTERS = 65_536  # of a multiprocessor
+_REGISTERS = 65_536  # of a multiprocessor, which its blocks share, on every card
 _WORDS = {"address": "int64", "integer": "int64", "float": "float32"}
 
 
@@ -77,8 +77,7 @@ def ptx_code(kernel: GpuKernel, kinds: Sequence[str]) -> str:
     """
     numba = _numba()
     library, name = llvm_code(kernel.function, kinds)
-    blocks = REGISTERS // (kernel.registers * kernel.threads)
-    bounds = (kernel.threads, blocks) if kernel.registers < MOST_REGISTERS else (kernel.threads,)
+    bounds = kernel.threads, max(1, _REGISTERS // (kernel.threads * kernel.registers))
     numba.nvvm.set_launch_bounds(library.get_function(name), bounds)
     (text,) = library.get_asm_strs(cc=OLDEST)
     # Numba numbers what it compiles: without that the same kernel is the same code every time.

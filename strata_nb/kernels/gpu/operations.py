@@ -50,8 +50,8 @@ class GpuKernel(NamedTuple):
     threads       of a block, a multiple of 32
     grid          of a launch's arguments and the most rows that it will see
     shared_bytes  of a block, of a launch's arguments
-    registers     the most that a thread may take on any target; with fewer than usual, more blocks
-                  are at work at a time
+    registers     the most that a thread may take on any target: it decides how many blocks of it a
+                  multiprocessor runs beside each other
     """
 
     name: str
