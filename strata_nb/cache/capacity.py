@@ -16,7 +16,7 @@ would all have to be proved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Protocol
 
@@ -28,7 +28,7 @@ from strata_nb.cache.experts import ExpertArena, Tier
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.cache.look import Look
-from strata_nb.cache.plan import Holdings, Plan
+from strata_nb.cache.plan import Holdings, Plan, memory_within
 from strata_nb.cache.policy import Heat
 from strata_nb.cache.requests import Situation
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
@@ -171,26 +171,20 @@ class Ledger:
         """
         earlier, self.reserve_bytes = self.reserve_bytes, reserve_bytes
         try:
-            changes = [
-                self._ask("set_reserve", lambda: requests.take_back(self._now()), refill=True)
-            ]
-            for _ in range(RESERVE_ROUNDS):
-                held = self.holdings()
-                changes.append(self._ask("set_reserve", self._what_is_short))
-                if changes[-1].after == held:
-                    break
+            taken = self._ask("set_reserve", lambda: requests.take_back(self._now()), refill=True)
+            return _in_all([taken, *self._give_what_is_short("set_reserve")])
         except BaseException:  # also Ctrl-C between two changes
             self.reserve_bytes = earlier
             raise
-        first, last = changes[0], changes[-1]
-        moved = sum(change.moved for change in changes)
-        return replace(
-            last,
-            before=first.before,
-            slots_before=first.slots_before,
-            moved=moved,
-            filled=first.filled,
-        )
+
+    def keep_reserve(self) -> Change | None:
+        """Give the system what is missing from the reserve, or what can be; None: nothing is.
+
+        Others may have taken it, or the driver more than was planned for it [13].
+        """
+        if not self._now().owed:
+            return None
+        return _in_all(self._give_what_is_short("keep_reserve"))
 
     def prepare(self, chunks: int) -> Change:
         """Have up to `chunks` spare chunks, so that the next growth of the K/V only maps."""
@@ -212,6 +206,16 @@ class Ledger:
     def detach(self) -> Change:
         """Take the arena from a device: no expert has a slot there any more."""
         return self._ask("detach", lambda: requests.detach(self._now()))
+
+    def _give_what_is_short(self, request: str) -> list[Change]:
+        """Give the system what is missing from the reserve, and look again, until nothing goes."""
+        changes: list[Change] = []
+        for _ in range(RESERVE_ROUNDS):
+            held = self.holdings()
+            changes.append(self._ask(request, self._what_is_short))
+            if changes[-1].after == held:
+                break
+        return changes
 
     def _what_is_short(self) -> Holdings:
         """Plan to give the system what is missing from the reserve."""
@@ -262,7 +266,8 @@ class Ledger:
         """Describe the ledger for a plan; asks the driver what is free."""
         if self._lost is not None:
             raise self._lost
-        free_bytes, _ = self._driver.mem_info(self.device)
+        limit_bytes = self.plan.needs.limit_bytes
+        free_bytes, _ = memory_within(self._driver, self.device, limit_bytes)
         left = self.plan.capacity - self._pool.account().capacity
         affordable = (free_bytes - self.reserve_bytes) // self.plan.chunk_bytes  # or owed, below 0
         limits = {owner: range_.limit_chunks for owner, range_ in self._ranges.items()}
@@ -530,3 +535,15 @@ class Ledger:
         owned = account.experts + account.kv + account.loan + account.spare + account.stuck
         if account.given_back < 0 or owned + account.given_back != account.capacity:
             raise RuleViolation(9, f"device {self.device}: {account} does not add up")
+
+
+def _in_all(changes: Sequence[Change]) -> Change:
+    """Return what changes that followed each other came to."""
+    first = changes[0]
+    return replace(
+        changes[-1],
+        before=first.before,
+        slots_before=first.slots_before,
+        moved=sum(change.moved for change in changes),
+        filled=sum(change.filled for change in changes),
+    )
