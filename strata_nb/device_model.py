@@ -33,7 +33,7 @@ from strata_nb.cache.experts import ExpertArena, HostArena
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout
 from strata_nb.cache.look import Look
-from strata_nb.cache.plan import Needs, memory_within, plan_device
+from strata_nb.cache.plan import Memory, Needs, memory_within, plan_device
 from strata_nb.cache.policy import Insertion, Maker, static, swaps
 from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_profile
 from strata_nb.cache.residency import Residency
@@ -155,8 +155,6 @@ class DeviceModel:
         expert_bytes = sizes.experts.size_bytes if sizes.experts else 0
         self.warnings += loading.check_memory(device_needs.host_bytes(expert_bytes, needs, backend))
         plan = plan_device(driver, device, needs)
-        _, self._memory_bytes = driver.mem_info(device)
-        self.warnings += device_needs.limit_warnings(needs.limit_bytes, self._memory_bytes)
         self.warnings += device_needs.reach_warnings(plan)
         backend.compile([measured.body, measured.head, measured.choice], compiling, say)
 
@@ -239,8 +237,8 @@ class DeviceModel:
             self.arena.fill(order)
         self._residency = Residency(self.arena, ranks, policy_maker(options), say=say)
         self.ledger.heat = self._residency.heat
-        self.warnings += device_room.keep_free(driver, self.ledger, say)
         if backend.has_slots:
+            self.warnings += device_room.keep_free(driver, self.ledger, say)
             experts = model.layers * model.experts
             self.off += device_needs.switched_off(options, plan, self.arena.usable_slots, experts)
 
@@ -456,18 +454,17 @@ class DeviceModel:
     def _report(self) -> ModelReport:
         ledger = self.ledger.describe()
         owners = ledger.bytes_by_owner
-        free_bytes = total_bytes = memory_bytes = None
+        memory: Memory | None = None
         if self._backend.has_slots:
-            free_bytes, total_bytes = memory_within(
-                self._backend.driver, self._backend.device, self.ledger.plan.needs.limit_bytes
-            )
-            memory_bytes = self._memory_bytes
-            owners["outside"] = device_room.outside_bytes(self.ledger, total_bytes - free_bytes)
+            limit_bytes = self.ledger.plan.needs.limit_bytes
+            memory = memory_within(self._backend.driver, self._backend.device, limit_bytes)
+            owners["outside"] = device_room.outside_bytes(self.ledger, memory)
         device = DeviceReport(
             self._backend.name,
-            free_bytes,
-            total_bytes,
-            memory_bytes,
+            memory and memory.free_bytes,
+            memory and memory.total_bytes,
+            memory and memory.device_bytes,
+            self.ledger.reserve_bytes,
             ledger.slots,
             ledger.resident,
             ledger.kv_cells,

@@ -103,16 +103,6 @@ def host_bytes(expert_bytes: int, needs: Needs, backend: Backend[Any]) -> dict[s
     return host
 
 
-def limit_warnings(limit_bytes: int | None, memory_bytes: int) -> list[str]:
-    """Return a line where a limit changes nothing."""
-    if limit_bytes is None or limit_bytes < memory_bytes:
-        return []
-    return [
-        f"--vram-limit {bytes_text(limit_bytes)}: the device has {bytes_text(memory_bytes)}, so "
-        "nothing is limited"
-    ]
-
-
 def switched_off(options: Options, plan: Plan, slots: int, experts: int) -> list[str]:
     """Return what a device of its own memory does not do, and in brackets why.
 

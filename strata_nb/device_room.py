@@ -12,57 +12,64 @@ from collections.abc import Callable
 
 from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.kv_layout import BLOCK_CELLS
-from strata_nb.cache.plan import memory_within, sum_refusal
+from strata_nb.cache.plan import Memory, memory_within, sum_refusal
 from strata_nb.errors import ConfigError
 from strata_nb.models.description import bytes_text
 from strata_nb.vmm import MemoryDriver
 
 
-def outside_bytes(ledger: Ledger, in_use_bytes: int) -> int:
+def outside_bytes(ledger: Ledger, memory: Memory) -> int:
     """Return what is in use of a device beside weights, buffers and the ledger's chunks."""
     account, plan = ledger.account(), ledger.plan
     chunks = account.capacity - account.given_back
-    return max(0, in_use_bytes - plan.needs.dense_bytes - chunks * plan.chunk_bytes)
+    return max(0, memory.in_use_bytes - plan.needs.dense_bytes - chunks * plan.chunk_bytes)
 
 
 def keep_free(driver: MemoryDriver, ledger: Ledger, say: Callable[[str], None]) -> list[str]:
     """Shrink the ledger until its reserve is free; returns warnings where that cannot be.
 
-    Says in one line what was given back. Raises ConfigError with the sum where more than the limit
-    is in use even then, DriverError.
+    Says in one line what was given back. Raises DriverError, and ConfigError with the sum where
+    more than the limit is in use even then.
     """
-    needs, device = ledger.plan.needs, ledger.device
-    before, _ = memory_within(driver, device, needs.limit_bytes)
+    needs = ledger.plan.needs
+    before = memory_within(driver, ledger.device, needs.limit_bytes)
+    warnings = _limit_warnings(needs.limit_bytes, before.device_bytes)
+    if before.free_bytes >= needs.reserve_bytes:
+        return warnings
     change = ledger.keep_reserve()
-    if change is None:
-        return []
-    free, total = memory_within(driver, device, needs.limit_bytes)
-    if free < 0:
-        raise _over_the_limit(ledger, total - free, total)
-    outside = outside_bytes(ledger, total - free) - ledger.plan.in_use_bytes
-    chunks = change.before.chunks - change.after.chunks
+    now = memory_within(driver, ledger.device, needs.limit_bytes)
+    if now.free_bytes < 0:
+        raise _over_the_limit(ledger, now)
     wanted = bytes_text(needs.reserve_bytes)
-    if chunks:
+    given = (change.before.chunks - change.after.chunks) * ledger.plan.chunk_bytes
+    if given:
+        there = bytes_text(max(0, before.free_bytes))
+        taken = bytes_text(max(0, outside_bytes(ledger, now) - ledger.plan.in_use_bytes))
         say(
-            f"after loading {_signed_text(before)} were free and not {wanted}: driver, modules, "
-            f"graphs and other programs took {bytes_text(max(0, outside))}, "
-            f"{bytes_text(needs.outside_bytes)} were planned; "
-            f"{bytes_text(chunks * ledger.plan.chunk_bytes)} given back, {change.slots:,} slots of "
-            f"{change.slots_before:,} are left"
+            f"after loading {there} were free and not {wanted}: driver, modules, graphs and other "
+            f"programs took {taken}, {bytes_text(needs.outside_bytes)} were planned; "
+            f"{bytes_text(given)} given back, {change.slots:,} slots of {change.slots_before:,} "
+            "are left"
         )
-    if free >= needs.reserve_bytes:
+    if now.free_bytes < needs.reserve_bytes:
+        free = bytes_text(now.free_bytes)
+        warnings.append(f"only {free} are free of the {wanted} that are to stay free for others")
+    return warnings
+
+
+def _limit_warnings(limit_bytes: int | None, device_bytes: int) -> list[str]:
+    if limit_bytes is None or limit_bytes < device_bytes:
         return []
-    return [f"only {bytes_text(free)} are free of the {wanted} that are to stay free for others"]
+    return [
+        f"--vram-limit {bytes_text(limit_bytes)}: the device has {bytes_text(device_bytes)}, so "
+        "nothing is limited"
+    ]
 
 
-def _signed_text(size: int) -> str:
-    return f"{'-' if size < 0 else ''}{bytes_text(abs(size))}"
-
-
-def _over_the_limit(ledger: Ledger, in_use: int, limit: int) -> ConfigError:
+def _over_the_limit(ledger: Ledger, memory: Memory) -> ConfigError:
     """Make the refusal of what is in use, though the ledger holds the least that it can."""
     plan, held = ledger.plan, ledger.holdings()
-    beside = outside_bytes(ledger, in_use)
+    beside = outside_bytes(ledger, memory)
     driver = max(0, beside - plan.in_use_bytes)
     cells = ledger.kv.usable_blocks * BLOCK_CELLS
     parts = [
@@ -76,6 +83,6 @@ def _over_the_limit(ledger: Ledger, in_use: int, limit: int) -> ConfigError:
     return sum_refusal(
         "the model does not fit after it was loaded",
         parts,
-        (limit, "allowed by --vram-limit"),
-        f"--vram-limit {-(-in_use >> 20)}MiB or more, or a smaller --ctx-size",
+        (memory.total_bytes, "allowed by --vram-limit"),
+        f"--vram-limit {-(-memory.in_use_bytes >> 20)}MiB or more, or a smaller --ctx-size",
     )

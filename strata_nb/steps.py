@@ -42,7 +42,8 @@ class DeviceReport(NamedTuple):
     name              for people
     free_bytes        of its memory, within the limit
     total_bytes       of its memory: the limit, or all
-    memory_bytes      all of its memory; these three are None where it is the machine's
+    device_bytes      all of its memory; these three are None where it is the machine's
+    reserve_bytes     that are to stay free for others
     slots, resident   expert slots, and how many hold an expert
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the device's memory; what the driver, its modules and graphs and other
@@ -52,7 +53,8 @@ class DeviceReport(NamedTuple):
     name: str
     free_bytes: int | None
     total_bytes: int | None
-    memory_bytes: int | None
+    device_bytes: int | None
+    reserve_bytes: int
     slots: int
     resident: int
     kv_cells: int
@@ -61,11 +63,11 @@ class DeviceReport(NamedTuple):
     @property
     def limit_text(self) -> str:
         """Say in words that the device counts as a smaller one; empty where it does not."""
-        if self.total_bytes is None or self.memory_bytes is None:
+        if self.total_bytes is None or self.device_bytes is None:
             return ""
-        if self.total_bytes == self.memory_bytes:
+        if self.total_bytes == self.device_bytes:
             return ""
-        return f"limited to {bytes_text(self.total_bytes)} of {bytes_text(self.memory_bytes)}"
+        return f"limited to {bytes_text(self.total_bytes)} of {bytes_text(self.device_bytes)}"
 
 
 class ModelReport(NamedTuple):

@@ -161,7 +161,7 @@ def test_a_damaged_file_is_refused_and_nothing_is_shown(info: Info, model: str) 
 
 
 def test_info_sums_what_would_fit_on_a_card(info: Info, model: str, known: Description) -> None:
-    status, out, _ = info(model, "--vram", "702MiB", "-c", "100")
+    status, out, _ = info(model, "--vram", "958MiB", "-c", "100")
     assert status == 0
     free = 2 * MIB - known.dense_bytes - 100 * known.kv_bytes_per_cell("f16", "f16")
     fits = 0

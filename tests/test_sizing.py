@@ -373,14 +373,14 @@ def test_a_limited_small_device_writes_the_same_and_says_that_it_is_limited(
     assert "limited" not in err
     first, *_ = err.splitlines()
     assert re.fullmatch(
-        r"host:1x64MiB: weights and buffers [\d.]+ MiB; K/V for 128 of 128 cells [\d.]+ KiB; "
-        r"slots for 6 of 6 experts \(100%, [\d.]+ KiB\); free [\d.]+ MiB of 64.00? MiB",
+        r"host:1x64MiB: slots for 6 of 6 experts \(100%, [\d.]+ KiB\); K/V for 128 of 128 cells "
+        r"\([\d.]+ KiB\); weights and buffers [\d.]+ MiB; free [\d.]+ MiB of 64.0 MiB",
         first,
     ), first
     status, out, err = run(*words, "--vram-limit", "8MiB")
     assert (status, out) == (0, whole)
     first, *_, last = err.splitlines()
-    assert first.startswith("host:1x64MiB, limited to 8.0 MiB of 64.0 MiB: weights")
+    assert first.startswith("host:1x64MiB, limited to 8.0 MiB of 64.0 MiB: slots for 6 of 6")
     assert last.count("limited to 8.0 MiB of 64.0 MiB") == 1
 
 

@@ -177,13 +177,11 @@ class Ledger:
             self.reserve_bytes = earlier
             raise
 
-    def keep_reserve(self) -> Change | None:
-        """Give the system what is missing from the reserve, or what can be; None: nothing is.
+    def keep_reserve(self) -> Change:
+        """Give the system what is missing from the reserve, or what can be; no expert comes.
 
         Others may have taken it, or the driver more than was planned for it [13].
         """
-        if not self._now().owed:
-            return None
         return _in_all(self._give_what_is_short("keep_reserve"))
 
     def prepare(self, chunks: int) -> Change:
@@ -267,7 +265,7 @@ class Ledger:
         if self._lost is not None:
             raise self._lost
         limit_bytes = self.plan.needs.limit_bytes
-        free_bytes, _ = memory_within(self._driver, self.device, limit_bytes)
+        free_bytes = memory_within(self._driver, self.device, limit_bytes).free_bytes
         left = self.plan.capacity - self._pool.account().capacity
         affordable = (free_bytes - self.reserve_bytes) // self.plan.chunk_bytes  # or owed, below 0
         limits = {owner: range_.limit_chunks for owner, range_ in self._ranges.items()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from strata_nb.cache.kv_layout import BLOCK_CELLS, KVLayout
 from strata_nb.cache.slots import SlotLayout
@@ -99,14 +100,29 @@ class Plan:
         return -(-blocks * self.needs.kv.block_bytes // self.chunk_bytes)
 
 
-def memory_within(driver: MemoryDriver, device: int, limit_bytes: int | None) -> tuple[int, int]:
-    """Return free and all bytes of a device as if it had `limit_bytes` at most.
+class Memory(NamedTuple):
+    """Say how much memory a device has, within a limit.
 
-    Free is below 0 where more than the limit is in use. Raises DriverError.
+    free_bytes     below 0 where more than the limit is in use
+    total_bytes    the limit, or all
+    device_bytes   all
     """
-    free_bytes, total_bytes = driver.mem_info(device)
-    beyond = 0 if limit_bytes is None else max(0, total_bytes - limit_bytes)
-    return free_bytes - beyond, total_bytes - beyond
+
+    free_bytes: int
+    total_bytes: int
+    device_bytes: int
+
+    @property
+    def in_use_bytes(self) -> int:
+        """What is in use, whoever uses it."""
+        return self.total_bytes - self.free_bytes
+
+
+def memory_within(driver: MemoryDriver, device: int, limit_bytes: int | None) -> Memory:
+    """Look at a device's memory as if there were `limit_bytes` at most; raises DriverError."""
+    free, total = driver.mem_info(device)
+    beyond = 0 if limit_bytes is None else max(0, total - limit_bytes)
+    return Memory(free - beyond, total - beyond, total)
 
 
 def plan_device(driver: MemoryDriver, device: int, needs: Needs) -> Plan:
@@ -114,7 +130,7 @@ def plan_device(driver: MemoryDriver, device: int, needs: Needs) -> Plan:
 
     Chunks are sized for what the ledger can ever hold, so that a small model has small ones.
     """
-    free_bytes, total_bytes = memory_within(driver, device, needs.limit_bytes)
+    free_bytes, total_bytes, _ = memory_within(driver, device, needs.limit_bytes)
     most_bytes = needs.kv.bytes_for(needs.kv_most_cells)
     if needs.slots is not None:
         most_bytes += needs.slots.bytes_of(needs.slots.full_slots)

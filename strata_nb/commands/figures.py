@@ -101,8 +101,7 @@ def device_lines(engine: Engine) -> list[str]:
     for device in engine.describe().devices:
         sizes = {owner: bytes_text(size) for owner, size in device.bytes_by_owner.items()}
         experts, cells = model.layers * model.experts, min(device.kv_cells, engine.ctx_size)
-        parts = [f"weights and buffers {sizes['dense']}"]
-        parts.append(f"K/V for {cells:,} of {engine.ctx_size:,} cells {sizes['kv']}")
+        parts = []
         if device.slots:
             share = f"{100 * device.slots // experts}%, {sizes['experts']}"
             parts.append(f"slots for {device.slots:,} of {experts:,} experts ({share})")
@@ -110,11 +109,14 @@ def device_lines(engine: Engine) -> list[str]:
                 parts.append(f"profile {engine.expert_profile.name}")
         elif experts:
             parts.append(f"{experts:,} experts read in place")
+        parts.append(f"K/V for {cells:,} of {engine.ctx_size:,} cells ({sizes['kv']})")
+        parts.append(f"weights and buffers {sizes['dense']}")
         if device.bytes_by_owner.get("outside"):
-            parts.append(f"driver and others {sizes['outside']}")
+            parts.append(f"driver and other programs {sizes['outside']}")
         if device.free_bytes is not None and device.total_bytes is not None:
-            total = bytes_text(device.total_bytes)
-            parts.append(f"free {bytes_text(max(0, device.free_bytes))} of {total}")
+            free = f"{bytes_text(max(0, device.free_bytes))} of {bytes_text(device.total_bytes)}"
+            kept = f", {bytes_text(device.reserve_bytes)} of it kept for others"
+            parts.append(f"free {free}{kept if device.reserve_bytes else ''}")
         if engine.off:
             parts.append("off: " + ", ".join(engine.off))
         name = ", ".join(filter(None, (device.name, device.limit_text)))

@@ -2,7 +2,8 @@
 
 What is in the file is shown of every file that is not damaged; why it cannot run comes last. The
 sums are arithmetic over the file's own sizes, not measurements: what the card must hold (dense
-weights, K/V of the context, a reserve), and how many experts fit into the rest.
+weights, K/V, what the driver takes, a reserve), and how many experts fit into the rest. Left out
+are the buffers of a step, and the context that the driver makes before anything is planned.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 from strata_nb import cpu, models
 from strata_nb.commands.arguments import Arguments, options_from
+from strata_nb.driver import OUTSIDE_BYTES, RESERVE_BYTES
 from strata_nb.errors import ConfigError, FileFormatError
 from strata_nb.gguf import GGUFFile
 from strata_nb.models import Description
@@ -22,7 +24,6 @@ from strata_nb.text.vocabulary import read_vocabulary
 
 GIB = 2**30
 MIB = 2**20
-RESERVE_BYTES = 700 * MIB  # left free on a card for other programs and the driver's own needs
 CARDS_BYTES = tuple(gib * GIB for gib in (8, 12, 16, 24))
 SHOWN_VALUES = 6  # of an array
 USUAL_CACHE_TYPE = "f16"  # of a card; the float32 forward's own choice is f32
@@ -181,9 +182,10 @@ def card_lines(model: Description, kv_bytes: int, card_bytes: int) -> Iterator[s
     """Yield what a card would hold, and how many experts fit into the rest."""
     yield f"a card of {bytes_text(card_bytes)}"
     yield _sum_line("- reserve", RESERVE_BYTES)
+    yield _sum_line("- driver", OUTSIDE_BYTES, "modules and graphs")
     yield _sum_line("- dense weights", model.dense_bytes)
     yield _sum_line("- K/V", kv_bytes)
-    left = card_bytes - RESERVE_BYTES - model.dense_bytes - kv_bytes
+    left = card_bytes - RESERVE_BYTES - OUTSIDE_BYTES - model.dense_bytes - kv_bytes
     if left < 0:
         yield _sum_line("= too small by", -left)
         return
