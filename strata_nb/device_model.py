@@ -33,7 +33,7 @@ from strata_nb.cache.experts import ExpertArena, HostArena
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout
 from strata_nb.cache.look import Look
-from strata_nb.cache.plan import Memory, Needs, memory_within, plan_device
+from strata_nb.cache.plan import Memory, Needs, plan_device
 from strata_nb.cache.policy import Insertion, Maker, static, swaps
 from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_profile
 from strata_nb.cache.residency import Residency
@@ -238,7 +238,7 @@ class DeviceModel:
         self._residency = Residency(self.arena, ranks, policy_maker(options), say=say)
         self.ledger.heat = self._residency.heat
         if backend.has_slots:
-            self.warnings += device_room.keep_free(driver, self.ledger, say)
+            self.warnings += device_room.keep_free(self.ledger, say)
             experts = model.layers * model.experts
             self.off += device_needs.switched_off(options, plan, self.arena.usable_slots, experts)
 
@@ -456,9 +456,8 @@ class DeviceModel:
         owners = ledger.bytes_by_owner
         memory: Memory | None = None
         if self._backend.has_slots:
-            limit_bytes = self.ledger.plan.needs.limit_bytes
-            memory = memory_within(self._backend.driver, self._backend.device, limit_bytes)
-            owners["outside"] = device_room.outside_bytes(self.ledger, memory)
+            memory = self.ledger.memory()
+            owners["outside"] = self.ledger.outside_bytes(memory)
         device = DeviceReport(
             self._backend.name,
             memory and memory.free_bytes,

@@ -12,39 +12,31 @@ from collections.abc import Callable
 
 from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.kv_layout import BLOCK_CELLS
-from strata_nb.cache.plan import Memory, memory_within, sum_refusal
+from strata_nb.cache.plan import Memory, sum_refusal
 from strata_nb.errors import ConfigError
 from strata_nb.models.description import bytes_text
-from strata_nb.vmm import MemoryDriver
 
 
-def outside_bytes(ledger: Ledger, memory: Memory) -> int:
-    """Return what is in use of a device beside weights, buffers and the ledger's chunks."""
-    account, plan = ledger.account(), ledger.plan
-    chunks = account.capacity - account.given_back
-    return max(0, memory.in_use_bytes - plan.needs.dense_bytes - chunks * plan.chunk_bytes)
-
-
-def keep_free(driver: MemoryDriver, ledger: Ledger, say: Callable[[str], None]) -> list[str]:
+def keep_free(ledger: Ledger, say: Callable[[str], None]) -> list[str]:
     """Shrink the ledger until its reserve is free; returns warnings where that cannot be.
 
     Says in one line what was given back. Raises DriverError, and ConfigError with the sum where
     more than the limit is in use even then.
     """
     needs = ledger.plan.needs
-    before = memory_within(driver, ledger.device, needs.limit_bytes)
+    before = ledger.memory()
     warnings = _limit_warnings(needs.limit_bytes, before.device_bytes)
     if before.free_bytes >= needs.reserve_bytes:
         return warnings
     change = ledger.keep_reserve()
-    now = memory_within(driver, ledger.device, needs.limit_bytes)
+    now = ledger.memory()
     if now.free_bytes < 0:
         raise _over_the_limit(ledger, now)
     wanted = bytes_text(needs.reserve_bytes)
     given = (change.before.chunks - change.after.chunks) * ledger.plan.chunk_bytes
     if given:
         there = bytes_text(max(0, before.free_bytes))
-        taken = bytes_text(max(0, outside_bytes(ledger, now) - ledger.plan.in_use_bytes))
+        taken = bytes_text(max(0, ledger.outside_bytes(now) - ledger.plan.in_use_bytes))
         say(
             f"after loading {there} were free and not {wanted}: driver, modules, graphs and other "
             f"programs took {taken}, {bytes_text(needs.outside_bytes)} were planned; "
@@ -69,7 +61,7 @@ def _limit_warnings(limit_bytes: int | None, device_bytes: int) -> list[str]:
 def _over_the_limit(ledger: Ledger, memory: Memory) -> ConfigError:
     """Make the refusal of what is in use, though the ledger holds the least that it can."""
     plan, held = ledger.plan, ledger.holdings()
-    beside = outside_bytes(ledger, memory)
+    beside = ledger.outside_bytes(memory)
     driver = max(0, beside - plan.in_use_bytes)
     cells = ledger.kv.usable_blocks * BLOCK_CELLS
     parts = [

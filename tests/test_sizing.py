@@ -356,6 +356,20 @@ def test_memory_that_is_taken_back_stays_within_the_limit(wide: Path, roomy: Pla
         assert card.in_use_bytes <= size - RESERVE_BYTES
 
 
+def test_what_the_driver_may_still_take_is_left_to_it(wide: Path, roomy: Plan) -> None:
+    card = Card(full_bytes(roomy) + BESIDE - 5 * UNIT)
+    with opened(card, wide, vram_elastic=True) as model:
+        slots = device_of(model).slots
+        tables = RESERVE_BYTES + OUTSIDE_BYTES - card.free_bytes
+        assert 0 < tables < UNIT
+        model.set_reserve(BESIDE + 2 * UNIT)
+        assert device_of(model).slots < slots
+        assert model.set_reserve(None).device.slots == slots
+        model.make_room(model.open_sequence(), CONTEXT, prompt=True)
+        assert device_of(model).slots < slots
+        assert card.free_bytes == RESERVE_BYTES + OUTSIDE_BYTES - tables
+
+
 # Small devices of the host, and what is said.
 
 

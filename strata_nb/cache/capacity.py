@@ -28,7 +28,7 @@ from strata_nb.cache.experts import ExpertArena, Tier
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.cache.look import Look
-from strata_nb.cache.plan import Holdings, Plan, memory_within
+from strata_nb.cache.plan import Holdings, Memory, Plan, memory_within
 from strata_nb.cache.policy import Heat
 from strata_nb.cache.requests import Situation
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
@@ -264,17 +264,19 @@ class Ledger:
         """Describe the ledger for a plan; asks the driver what is free."""
         if self._lost is not None:
             raise self._lost
-        limit_bytes = self.plan.needs.limit_bytes
-        free_bytes = memory_within(self._driver, self.device, limit_bytes).free_bytes
+        needs, size = self.plan.needs, self.plan.chunk_bytes
+        memory = self.memory()
         left = self.plan.capacity - self._pool.account().capacity
-        affordable = (free_bytes - self.reserve_bytes) // self.plan.chunk_bytes  # or owed, below 0
+        beyond_bytes = memory.free_bytes - self.reserve_bytes  # or owed, below 0
+        taken_bytes = self.outside_bytes(memory) - self.plan.in_use_bytes
+        expected_bytes = min(max(0, needs.outside_bytes - taken_bytes), needs.outside_bytes)
         limits = {owner: range_.limit_chunks for owner, range_ in self._ranges.items()}
         return Situation(
             device=self.device,
             plan=self.plan,
             held=self.holdings(),
-            obtainable=max(0, min(left, affordable)),
-            owed=max(0, -affordable),
+            obtainable=max(0, min(left, (beyond_bytes - expected_bytes) // size)),
+            owed=max(0, -(beyond_bytes // size)),
             live_blocks=self.kv.live_blocks,
             kv_limit=limits.get("kv", 0),
             arena_limit=limits.get("experts", 0),
@@ -290,6 +292,16 @@ class Ledger:
             loan=self._loan,
             spare=self._pool.account().spare,
         )
+
+    def memory(self) -> Memory:
+        """Ask the driver for the device's memory, within the limit."""
+        return memory_within(self._driver, self.device, self.plan.needs.limit_bytes)
+
+    def outside_bytes(self, memory: Memory) -> int:
+        """Return what is in use beside weights, buffers and chunks, once these are all there."""
+        chunks = self._pool.account().capacity
+        in_use_bytes = memory.in_use_bytes - self.plan.needs.dense_bytes
+        return max(0, in_use_bytes - chunks * self.plan.chunk_bytes)
 
     def account(self) -> Account:
         """Return every chunk's owner."""

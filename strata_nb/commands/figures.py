@@ -83,7 +83,10 @@ class Figures:
 
 
 def memory_stats(report: Report) -> dict[str, object]:
-    """Return the part of `--stats-json` about the devices' memory."""
+    """Return the part of `--stats-json` about the devices' memory.
+
+    limited_to_bytes   that --vram-limit leaves of device_bytes; 0 without one
+    """
     return {
         "slots": report.slots,
         "resident": report.resident,
@@ -92,6 +95,8 @@ def memory_stats(report: Report) -> dict[str, object]:
         "inserted_bytes": report.inserted_bytes,
         "kv_cells": report.kv_cells,
         "bytes_by_owner": report.bytes_by_owner,
+        "limited_to_bytes": sum(one.total_bytes or 0 for one in report.devices if one.limit_text),
+        "device_bytes": sum(one.device_bytes or 0 for one in report.devices),
     }
 
 

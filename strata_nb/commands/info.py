@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from strata_nb import cpu, models
+from strata_nb.cache.elastic import GrowthRules
 from strata_nb.commands.arguments import Arguments, options_from
 from strata_nb.driver import OUTSIDE_BYTES, RESERVE_BYTES
 from strata_nb.errors import ConfigError, FileFormatError
@@ -159,7 +160,7 @@ def sum_lines(
     kept = tensors_to_keep(file.tensors, usual_budget_bytes(available))
     yield from float32_lines(kept, *_kv(model, cells, options, "f32"), available)
     for card_bytes in cards_bytes:
-        yield from card_lines(model, kv_bytes, card_bytes)
+        yield from card_lines(model, cells, kv_bytes, card_bytes)
 
 
 def float32_lines(kept: Kept, kv_bytes: int, kv_text: str, available: int) -> Iterator[str]:
@@ -178,7 +179,7 @@ def float32_lines(kept: Kept, kv_bytes: int, kv_text: str, available: int) -> It
         yield from (f"  = slow: {warning}" for warning in kept.warnings)
 
 
-def card_lines(model: Description, kv_bytes: int, card_bytes: int) -> Iterator[str]:
+def card_lines(model: Description, cells: int, kv_bytes: int, card_bytes: int) -> Iterator[str]:
     """Yield what a card would hold, and how many experts fit into the rest."""
     yield f"a card of {bytes_text(card_bytes)}"
     yield _sum_line("- reserve", RESERVE_BYTES)
@@ -191,14 +192,24 @@ def card_lines(model: Description, kv_bytes: int, card_bytes: int) -> Iterator[s
         return
     yield _sum_line("= left", left)
     if model.expert_bytes:
-        fitting = 0
-        for one in sorted(one for one in model.one_expert_bytes for _ in range(model.experts)):
-            left -= one
-            if left < 0:
-                break
-            fitting += 1
-        count = model.experts * model.layers
-        yield f"  experts that fit      {fitting} of {count} ({100 * fitting / count:.0f}%)"
+        yield f"  experts that fit      {_fitting_text(model, left)}"
+        init = GrowthRules.of(cells, None, None).init_cells
+        if init < cells:
+            more = kv_bytes * (cells - init) // cells
+            found = _fitting_text(model, left + more)
+            yield f"  as a run begins       {found}, with {init} cells, before the K/V grows"
+
+
+def _fitting_text(model: Description, left_bytes: int) -> str:
+    """Return how many experts fit into what is left, the smallest first."""
+    fitting = 0
+    for one in sorted(one for one in model.one_expert_bytes for _ in range(model.experts)):
+        left_bytes -= one
+        if left_bytes < 0:
+            break
+        fitting += 1
+    count = model.experts * model.layers
+    return f"{fitting} of {count} ({100 * fitting // count}%)"
 
 
 def _kv(model: Description, cells: int, options: Options, usual: str) -> tuple[int, str]:
