@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
+from strata_nb.driver import OUTSIDE_BYTES, RESERVE_BYTES
 from strata_nb.errors import DriverError, UnsupportedDevice
 from strata_nb.execution import Driver, ProgramDriver
 from strata_nb.kernels.gpu.card_launch import CardLaunch
@@ -39,9 +40,6 @@ from strata_nb.tracing import Recorder, RecordingDriver
 MOST_ROWS = 8  # of a step; a longer prompt is a chain of steps
 STAGING_BYTES = 4 << 20  # of pinned memory, each way
 USUAL_SHARED_BYTES = 48 << 10  # that a block gets without being asked
-# Neither was measured: for page tables, modules, graphs and tables; for whoever draws the screen.
-OUTSIDE_BYTES = 256 << 20
-RESERVE_BYTES = 700 << 20
 
 
 class CardDriver(Driver, ProgramDriver, Protocol):
