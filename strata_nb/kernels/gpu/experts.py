@@ -11,10 +11,11 @@ number of experts that end at that place or before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from strata_nb.formats import TensorType
+from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.activations import quantise_sub_block
 from strata_nb.kernels.gpu.exponential import silu
 from strata_nb.kernels.gpu.floats import EIGHT, FLOATS, lane_product
@@ -85,6 +86,17 @@ def _expert_at(starts: int, experts: int, place: int) -> Any:
             ended += 1
         expert += WARP
     return i64(warp_sum_i32(ended))
+
+
+def _reads(*kinds: TensorType) -> Callable[[Arguments, int], int]:
+    """Return what says how many bytes of matrices a launch reads, of which each choice has one of
+    each type."""
+
+    def reads(arguments: Arguments, rows: int) -> int:
+        each = sum(row_bytes(kind, arguments["values"]) for kind in kinds)
+        return rows * arguments["top_k"] * arguments["outputs"] * each
+
+    return reads
 
 
 # -- gate and up -----------------------------------------------------------------------------------
@@ -187,7 +199,12 @@ def _packed_gate_up(gate_kind: TensorType, up_kind: TensorType) -> GpuKernel:
 
     name = f"expert_gate_up_{gate_kind.name}_{up_kind.name}".lower()
     return GpuKernel(
-        name, expert_gate_up, _THREADS, _gate_up_grid, lambda _: 8 * SUB_BLOCK * _PARTS
+        name,
+        expert_gate_up,
+        _THREADS,
+        _gate_up_grid,
+        lambda _: 8 * SUB_BLOCK * _PARTS,
+        reads=_reads(gate_kind, up_kind),
     )
 
 
@@ -243,7 +260,14 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
             _finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
     name = _name(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", in_eights)
-    return GpuKernel(name, expert_gate_up, _THREADS, _gate_up_grid, lambda _: 2 * _SUMS_BYTES)
+    return GpuKernel(
+        name,
+        expert_gate_up,
+        _THREADS,
+        _gate_up_grid,
+        lambda _: 2 * _SUMS_BYTES,
+        reads=_reads(gate_kind, up_kind),
+    )
 
 
 def _part_sum(place: int) -> Any:
@@ -363,7 +387,9 @@ def _packed_down(kind: TensorType) -> GpuKernel:
             store_f32(place, load_f32(place) + _sum_of_warps(thread))
 
     name = f"expert_down_{kind.name.lower()}"
-    return GpuKernel(name, expert_down, _THREADS, _down_grid, _down_shared_bytes)
+    return GpuKernel(
+        name, expert_down, _THREADS, _down_grid, _down_shared_bytes, reads=_reads(kind)
+    )
 
 
 @cache
@@ -414,7 +440,9 @@ def _float_down(kind: TensorType, in_eights: bool) -> GpuKernel:
             store_f32(place, load_f32(place) + total)
 
     name = _name(f"expert_down_{kind.name}", in_eights)
-    return GpuKernel(name, expert_down, _THREADS, _down_grid, _down_shared_bytes)
+    return GpuKernel(
+        name, expert_down, _THREADS, _down_grid, _down_shared_bytes, reads=_reads(kind)
+    )
 
 
 def _wrapped(k: int, s: int, sub_blocks: int) -> Any:

@@ -10,11 +10,12 @@ others find in the card's cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from strata_nb.errors import UnsupportedDevice
-from strata_nb.formats import TensorType
+from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.floats import EIGHT, FLOATS, lane_product
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
@@ -79,6 +80,11 @@ def _grid(parts: int, outputs: int) -> Grid:
     return parts, blocks, 1
 
 
+def _reads(kind: TensorType) -> Callable[[Arguments, int], int]:
+    """Return what says how many bytes of weights a launch reads."""
+    return lambda arguments, _: arguments["outputs"] * row_bytes(kind, arguments["values"])
+
+
 @cache
 def _packed(kind: TensorType) -> GpuKernel:
     """Return the kernel for packed weights, whose grid is (rows / 4, outputs / 8).
@@ -86,7 +92,7 @@ def _packed(kind: TensorType) -> GpuKernel:
     A block reads its group once, and its rows once.
     """
     product, products = group_product(kind), group_products(kind)
-    row_bytes = row_bytes_of(kind)
+    bytes_of_row = row_bytes_of(kind)
 
     def linear(
         rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
@@ -98,7 +104,7 @@ def _packed(kind: TensorType) -> GpuKernel:
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
         sub_blocks, rows_in_group = values >> 5, min(outputs - first, GROUP_ROWS)
-        group = weight + first * row_bytes(sub_blocks)
+        group = weight + first * bytes_of_row(sub_blocks)
         x += first_row * sub_blocks * SUB_BLOCK_BYTES
         place = 4 * (WARP * warp + lane)  # of row 0; those of the others follow every 8 lanes
         if rows_here == 1:
@@ -124,7 +130,14 @@ def _packed(kind: TensorType) -> GpuKernel:
     def grid(arguments: Arguments, most_rows: int) -> Grid:
         return _grid(blocks_of(most_rows, ROWS_AT_ONCE), arguments["outputs"])
 
-    return GpuKernel(f"linear_{kind.name.lower()}", linear, THREADS, grid, lambda _: SHARED_BYTES)
+    return GpuKernel(
+        f"linear_{kind.name.lower()}",
+        linear,
+        THREADS,
+        grid,
+        lambda _: SHARED_BYTES,
+        reads=_reads(kind),
+    )
 
 
 def _by_warps(arguments: Arguments, most_rows: int) -> Grid:
@@ -153,4 +166,4 @@ def _plain(kind: TensorType, in_eights: bool) -> GpuKernel:
             _finish(total, row, output, bias, y, outputs, add)
 
     name = f"linear_{kind.name}" if in_eights else f"linear_{kind.name}_odd"
-    return GpuKernel(name.lower(), linear, THREADS, _by_warps)
+    return GpuKernel(name.lower(), linear, THREADS, _by_warps, reads=_reads(kind))

@@ -40,6 +40,11 @@ def no_shared_bytes(_: Arguments) -> int:
     return 0
 
 
+def no_reads(_: Arguments, rows: int) -> int:
+    """Say that a kernel reads no weights."""
+    return 0
+
+
 class GpuKernel(NamedTuple):
     """Hold a kernel, and how it is launched.
 
@@ -49,6 +54,8 @@ class GpuKernel(NamedTuple):
     grid          of a launch's arguments and the most rows that it will see
     shared_bytes  of a block, of a launch's arguments
     registers     the most that a thread may take on any target
+    reads         bytes of weights that a launch reads, of its arguments and the number of rows:
+                  each weight once where rows share it, experts as if no two rows chose the same
     """
 
     name: str
@@ -57,6 +64,7 @@ class GpuKernel(NamedTuple):
     grid: Callable[[Arguments, int], Grid]
     shared_bytes: Callable[[Arguments], int] = no_shared_bytes
     registers: int = MOST_REGISTERS
+    reads: Callable[[Arguments, int], int] = no_reads
 
 
 def blocks_of(count: int, each: int) -> int:
