@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from strata_nb import cpu
 from strata_nb.addresses import memory_view
 from strata_nb.card_opening import Record, open_card, open_first_card
-from strata_nb.errors import UnsupportedDevice
+from strata_nb.errors import StrataError, UnsupportedDevice
 from strata_nb.execution import Driver
 from strata_nb.host import HostDriver, parse_host_devices
 from strata_nb.kernels.host.ahead import compile_ahead
@@ -35,7 +35,8 @@ from strata_nb.tracing import Recorder, RecordingDriver
 if TYPE_CHECKING:
     from strata_nb.card_profile import WindowProfile
 
-PLAIN_READ_BYTES = 1 << 30  # that are read to measure the host's memory, more than caches hold
+# That are read to measure the host's memory, more than caches hold; where memory is short, less.
+PLAIN_READ_BYTES, PLAIN_READ_LEAST = 1 << 30, 128 << 20
 
 Prepared = TypeVar("Prepared")  # a program in the form that a backend runs
 
@@ -196,7 +197,14 @@ class HostBackend:
         """Do nothing: a run has ended when it returns."""
 
     def plain_read(self) -> PlainRead:
-        size = min(PLAIN_READ_BYTES, cpu.available_memory_bytes() // 4)
+        available = cpu.available_memory_bytes()
+        size = min(PLAIN_READ_BYTES, available // 4)
+        if size < PLAIN_READ_LEAST:
+            raise StrataError(
+                f"{available:,} bytes of memory are available: a quarter of them is read, which "
+                f"must be {PLAIN_READ_LEAST:,} at least, more than caches hold",
+                hint="end other programs",
+            )
         return PlainRead(size, tuple(read_passes(np.ones(size, np.uint8), self.threads)))
 
     def profile(self, programs: Sequence[Program], rows: int, kv_layer_bytes: int) -> WindowProfile:

@@ -25,6 +25,7 @@ from strata_nb.session import Session
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Console:
     monkeypatch.setattr(backend, "PLAIN_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(backend, "PLAIN_READ_LEAST", 1 << 20)
     return Console(capsys, monkeypatch)
 
 
@@ -87,11 +88,11 @@ def test_each_test_runs_once_more_than_it_counts_from_the_same_place(
     ]
 
 
-def test_tokens_are_random_repeatable_and_never_an_end(
+def test_prompts_are_random_and_the_same_for_a_seed(
     run: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "_plain_read", lambda engine: "not asked for")
-    words = ["--device=host", "-p", "700", "-n", "0", "-r", "1"]
+    words = ["--device=host", "-p", "70", "-n", "0", "-r", "1"]
     found = []
     for seed in ("0", "0", "1"):
         with monkeypatch.context() as patch:
@@ -99,12 +100,15 @@ def test_tokens_are_random_repeatable_and_never_an_end(
             assert run("bench", *words, "--seed", seed)[0] == 0
         found.append(watched.ids)
     assert found[0] == found[1] != found[2]
+    assert len({*found[0]}) > 100  # of 140
+
+
+def test_every_token_but_an_end_can_be_in_a_prompt() -> None:
     with Engine.open(Options(device="reference")) as engine:
         vocabulary, ends = engine.description.vocab_size, engine.tokenizer.end_ids
+        drawn = bench.Bench(engine, 1, 0, False, lambda: None)._ids(20 * vocabulary)
     assert ends
-    assert not ends & {*found[0]}
-    assert len({*found[0]}) > 300
-    assert max(found[0]) > 0.95 * vocabulary
+    assert {*drawn} == {*range(vocabulary)} - ends
 
 
 def test_json_holds_every_sample_and_what_the_figures_depend_on(run: Console) -> None:
@@ -163,6 +167,18 @@ def test_on_the_judge_there_is_no_plain_read_and_a_line_says_why(run: Console) -
     assert status == 0
     assert "plain read: not measured: the reference device computes over float32" in out
     assert [row[8:] for row in table(out)] == [["", "", ""]] * 2
+
+
+def test_without_memory_to_read_past_the_caches_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("strata_nb.cpu.available_memory_bytes", lambda: 400 << 20)
+    host = backend.HostBackend("host", 1)
+    try:
+        with pytest.raises(StrataError, match="419,430,400 bytes of memory are available"):
+            host.plain_read()
+    finally:
+        host.close()
 
 
 def test_a_plain_read_that_fails_is_one_line_and_the_rest_is_measured(

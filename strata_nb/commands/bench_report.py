@@ -195,7 +195,7 @@ def as_tables(run: Run) -> str:
         [
             about["model"],
             bytes_text(about["model_size"]),
-            f"{about['model_n_params'] / 1e9:.2f} B",
+            _parameters(about["model_n_params"]),
             about["device"],
             str(about["threads"]),
             outcome.case.name,
@@ -271,6 +271,10 @@ def _table(head: list[str], rows: list[list[str]], *, texts: int) -> str:
 
 def _deviation(rates: Sequence[float]) -> float:
     return stdev(rates) if len(rates) > 1 else 0.0
+
+
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 10**9 else f"{count / 1e6:.2f} M"
 
 
 def _scaled(value: float | None, unit: float) -> str:
