@@ -11,22 +11,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_nb import cpu
 from strata_nb.addresses import memory_view
 from strata_nb.card_opening import Record, open_card, open_first_card
+from strata_nb.errors import StrataError, UnsupportedDevice
 from strata_nb.execution import Driver
 from strata_nb.host import HostDriver, parse_host_devices
 from strata_nb.kernels.host.ahead import compile_ahead
 from strata_nb.kernels.host.functions import WorkSpace, prepare
+from strata_nb.kernels.host.reading import read_passes
 from strata_nb.kernels.host.threads import PreparedProgram, Threads
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
+from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress, Say
 from strata_nb.tracing import Recorder, RecordingDriver
+
+if TYPE_CHECKING:
+    from strata_nb.card_profile import WindowProfile
+
+# That are read to measure the host's memory, more than caches hold; where memory is short, less.
+PLAIN_READ_BYTES, PLAIN_READ_LEAST = 1 << 30, 128 << 20
 
 Prepared = TypeVar("Prepared")  # a program in the form that a backend runs
 
@@ -113,6 +123,17 @@ class Backend(Protocol[Prepared]):
     def wait(self) -> None:
         """Wait until every run has ended."""
 
+    def plain_read(self) -> PlainRead:
+        """Measure how fast the device's memory can be read; StrataError where that cannot be."""
+
+    def profile(self, programs: Sequence[Program], rows: int, kv_layer_bytes: int) -> WindowProfile:
+        """Measure where the time goes of programs that follow each other, as the last step did.
+
+        Nothing of it stays. UnsupportedDevice where programs are no graphs.
+
+        kv_layer_bytes   of K/V that attention reads in a layer
+        """
+
     def close(self) -> None:
         """End threads and free what is left; may be called twice."""
 
@@ -174,6 +195,23 @@ class HostBackend:
 
     def wait(self) -> None:
         """Do nothing: a run has ended when it returns."""
+
+    def plain_read(self) -> PlainRead:
+        available = cpu.available_memory_bytes()
+        size = min(PLAIN_READ_BYTES, available // 4)
+        if size < PLAIN_READ_LEAST:
+            raise StrataError(
+                f"{available:,} bytes of memory are available: a quarter of them is read, which "
+                f"must be {PLAIN_READ_LEAST:,} at least, more than caches hold",
+                hint="end other programs",
+            )
+        return PlainRead(size, tuple(read_passes(np.ones(size, np.uint8), self.threads)))
+
+    def profile(self, programs: Sequence[Program], rows: int, kv_layer_bytes: int) -> WindowProfile:
+        raise UnsupportedDevice(
+            f"the device {self.name} runs programs in threads, and has no graphs to look into",
+            hint="--device cuda has",
+        )
 
     def _threads(self) -> Threads:
         if self._compute is None:

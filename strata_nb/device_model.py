@@ -19,7 +19,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,7 @@ from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPlaces, KVPlaces, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options
+from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress
 from strata_nb.sampling import Choice
 from strata_nb.steps import (
@@ -60,6 +61,9 @@ from strata_nb.steps import (
     closed_error,
 )
 from strata_nb.tracing import Announce
+
+if TYPE_CHECKING:
+    from strata_nb.card_profile import WindowProfile
 
 SEQUENCES = 16  # rows of the block table
 HEAD_ROWS = 32  # whose logits are computed at a time: 20 MB for a vocabulary of 150,000
@@ -441,6 +445,30 @@ class DeviceModel:
         for end in self._programs.layer_ends:
             self._backend.run(self._body, rows, first, end)
             first = end
+
+    # Measuring.
+
+    def step_bytes(self, cells: int) -> int:
+        """Return the bytes that a step of one row reads: weights, and K/V of so many cells."""
+        kv_bytes = cells * self.kv.layout.block_bytes // BLOCK_CELLS
+        return self.description.row_weight_bytes + kv_bytes
+
+    def plain_read(self) -> PlainRead:
+        """Measure how fast the device's memory can be read; StrataError where that cannot be."""
+        with self._turn:
+            self._settle()
+            return self._backend.plain_read()
+
+    def profile(self, cells: int) -> WindowProfile:
+        """Measure where the time of the last step goes, which had one row behind so many cells.
+
+        UnsupportedDevice where programs are no graphs.
+        """
+        with self._turn:
+            self._settle()
+            programs = [self._programs.body, self._programs.head, self._programs.choice]
+            kv_layer_bytes = cells * self.kv.layout.layer_bytes // BLOCK_CELLS
+            return self._backend.profile(programs, 1, kv_layer_bytes)
 
     # The rest.
 

@@ -34,8 +34,10 @@ from strata_nb.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from strata_nb.cache.look import Look
+    from strata_nb.card_profile import WindowProfile
     from strata_nb.device_model import DeviceModel
     from strata_nb.models import Description
+    from strata_nb.plain_read import PlainRead
     from strata_nb.progress import Progress
 
 __all__ = ["Engine", "Generation", "Report", "Session", "Token", "VramReport"]
@@ -338,6 +340,21 @@ class Engine:
     def save_routing_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the experts of every token so far; `Options.routing_trace` must have been given."""
         self._device().save_trace(path)
+
+    def step_bytes(self, cells: int) -> int:
+        """Return the bytes that a step of one token reads behind so many: weights and K/V."""
+        return self._device().step_bytes(cells)
+
+    def plain_read(self) -> PlainRead:
+        """Measure how fast the device's memory can be read; StrataError where that cannot be."""
+        return self._device().plain_read()
+
+    def profile(self, cells: int) -> WindowProfile:
+        """Measure, kernel by kernel, the last step of one token, behind so many others.
+
+        On cards only: UnsupportedDevice elsewhere. Tokens that follow are the same as without it.
+        """
+        return self._device().profile(cells)
 
     def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
         """Return the ids of a text that is to be continued, at least one.

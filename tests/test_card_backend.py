@@ -22,6 +22,7 @@ from strata_nb.card_backend import CardBackend, CardProgram
 from strata_nb.device_model import DeviceModel
 from strata_nb.errors import DeviceLost, DriverError, StrataError
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
+from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES
 from strata_nb.kernels.program import launch
 from strata_nb.kernels.reference import Floats
 from strata_nb.sampling import Choice, uniform
@@ -141,8 +142,9 @@ class Adding:
         rows, gate = (backend.share(one) for one in self._kept)
         words = {"rows": rows, "gate": gate, "x": backend.share(self.x), "width": WIDTH}
         words["y"] = backend.share(self.y, is_written=True)
+        self.launches = (launch("gated_add", words),)
         self.program: CardProgram
-        (self.program,) = backend.prepare([[launch("gated_add", words)]])
+        (self.program,) = backend.prepare([self.launches])
 
     def run(self) -> None:
         self.backend.run(self.program, 1)
@@ -215,6 +217,72 @@ def test_arrays_larger_than_the_staging_arrive_whole(monkeypatch: pytest.MonkeyP
         for place, one, back in zip(places, sent, found, strict=True):
             backend.fetch(place, back)
             assert np.array_equal(back, one - 1)
+
+
+def test_reading_the_cards_memory_is_timed_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(card_backend, "PLAIN_READ_BYTES", 2 * (STRETCH_BYTES + SUMS_BYTES))
+    monkeypatch.setattr(card_backend, "PLAIN_READ_LEAST", STRETCH_BYTES)
+    monkeypatch.setattr(card_backend, "PLAIN_READ_LEAVES", GIB // 8)
+    monkeypatch.setattr(card_backend, "PLAIN_READ_PASSES", 2)
+    with simulated_card(budget_bytes=GIB) as backend:
+        backend.driver.mem_info(0)
+        before = backend.driver.live()  # type: ignore[attr-defined]
+        found = backend.plain_read()
+        assert found.size_bytes == 2 * STRETCH_BYTES
+        assert len(found.seconds) == 2
+        assert min(found.seconds) > 0
+        assert found.bytes_per_s == found.size_bytes / min(found.seconds)
+        assert {**backend.driver.live(), "modules": 0} == {**before, "modules": 0}  # type: ignore[attr-defined]
+
+
+def test_a_card_with_too_little_free_memory_is_not_measured() -> None:
+    with simulated_card() as backend, pytest.raises(StrataError, match=r"bytes of cuda are free"):
+        backend.plain_read()
+
+
+def test_a_profile_runs_parts_behind_whole_windows_and_leaves_counts_and_driver_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(card_backend, "REPLAYS", 2)
+    with failing_card() as (open_card, table), closing(open_card()) as backend:
+        adding = Adding(backend)
+        adding.run()
+        backend.wait()
+        before = backend.driver.live()  # type: ignore[attr-defined]
+        adding.x[:] = 3  # which the card has not seen yet
+        launched = table.calls["cuGraphLaunch"]
+        found = backend.profile([adding.launches, adding.launches], 1, 0)
+        # Of two launches that are no layer: behind 1, of 2 and 3, and the whole, each time twice.
+        assert table.calls["cuGraphLaunch"] - launched == 2 * 2 * 4
+        (line,) = found.lines
+        assert (line.kind.kernel, line.count, line.measured) == ("gated_add", 2, 2)
+        assert found.whole_s > 0
+        assert backend.driver.live() == before  # type: ignore[attr-defined]
+        assert adding.y.tolist() == [1] * WIDTH
+        adding.run()
+        backend.wait()
+        assert adding.y.tolist() == [4] * WIDTH
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["cuGraphInstantiateWithFlags", "cuGraphLaunch", "cuEventRecord", "cuEventElapsedTime"],
+)
+def test_a_profile_that_fails_leaves_counts_and_driver_as_they_were(function: str) -> None:
+    with failing_card() as (open_card, table), closing(open_card()) as backend:
+        adding = Adding(backend)
+        adding.run()
+        backend.wait()
+        before = backend.driver.live()  # type: ignore[attr-defined]
+        table.plan(function, 2)
+        with pytest.raises(DriverError, match=function):
+            backend.profile([adding.launches], 1, 0)
+        assert backend.driver.live() == before  # type: ignore[attr-defined]
+        adding.run()
+        backend.wait()
+        assert adding.y.tolist() == [2] * WIDTH
 
 
 class Invalidated(FailingTable):

@@ -207,3 +207,28 @@ def test_no_kernel_writes_between_the_buffers_of_a_step(
             found = np.empty(GUARD_BYTES, np.uint8)
             backend.fetch(address, found)
             assert np.array_equal(found, pattern), f"{address - buffers.guards[0]:,}"
+
+
+def test_a_profile_finds_every_launch_and_changes_no_bit(model_file: Path, exact: Floats) -> None:
+    with on_card(model_file) as model:
+        sequence = model.open_sequence()
+        for token in IDS[:20]:
+            model.step([Row(sequence, token, True)])
+        before = model.report()
+        found = model.profile(20)
+        after = model.report()
+        assert (after.hits, after.misses) == (before.hits, before.misses)
+        assert {line.count for line in found.lines} >= {1, SHAPE.layers}
+        assert 0 < found.sum_s < 2 * found.whole_s
+        assert found.read_bytes > 0.9 * model.step_bytes(20)
+        logits = [model.step([Row(sequence, token, True)])[0] for token in IDS[20:]]
+    assert same_bits(np.stack(logits), exact[20:])
+
+
+def test_a_cards_memory_is_read_faster_than_a_disk_and_all_of_it_is_given_back() -> None:
+    with closing(open_backend("cuda", 1)) as backend:
+        backend.plain_read()  # loads the kernel, which stays
+        free_bytes = backend.driver.mem_info(0)[0]
+        found = backend.plain_read()
+        assert found.bytes_per_s > 50e9
+        assert backend.driver.mem_info(0)[0] == free_bytes

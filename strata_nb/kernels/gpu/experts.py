@@ -14,10 +14,11 @@ Of an expert without a slot nothing is asked for ahead: host memory is read once
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from strata_nb.formats import TensorType
+from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.activations import quantise_sub_block
 from strata_nb.kernels.gpu.exponential import silu
 from strata_nb.kernels.gpu.floats import EIGHT, FLOATS, lane_product
@@ -77,6 +78,17 @@ def expert_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) 
     if kind in UNPACKED:
         return _float_down(kind, values % EIGHT == 0)
     return _packed_down(kind, values // SUB_BLOCK, outputs % GROUP_ROWS == 0, top_k)
+
+
+def _reads(*kinds: TensorType) -> Callable[[Arguments, int], int]:
+    """Return what says how many bytes of matrices a launch reads, of which each choice has one of
+    each type."""
+
+    def reads(arguments: Arguments, rows: int) -> int:
+        each = sum(row_bytes(kind, arguments["values"]) for kind in kinds)
+        return rows * arguments["top_k"] * arguments["outputs"] * each
+
+    return reads
 
 
 def _row_of(choice: int, top_k: int) -> Any:
@@ -220,7 +232,12 @@ def _packed_gate_up(
 
     name = _of_shape(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", sub_blocks, is_whole)
     return GpuKernel(
-        name, expert_gate_up, _GATE_UP_THREADS, _gate_up_grid, lambda _: 2 * _SUMS_BYTES * _PARTS
+        name,
+        expert_gate_up,
+        _GATE_UP_THREADS,
+        _gate_up_grid,
+        lambda _: 2 * _SUMS_BYTES * _PARTS,
+        reads=_reads(gate_kind, up_kind),
     )
 
 
@@ -274,7 +291,14 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
 
     name = _name(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", in_eights)
     threads = WARP * _FLOAT_WARPS
-    return GpuKernel(name, expert_gate_up, threads, _gate_up_grid, lambda _: 2 * _SUMS_BYTES)
+    return GpuKernel(
+        name,
+        expert_gate_up,
+        threads,
+        _gate_up_grid,
+        lambda _: 2 * _SUMS_BYTES,
+        reads=_reads(gate_kind, up_kind),
+    )
 
 
 # -- down ------------------------------------------------------------------------------------------
@@ -371,7 +395,14 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
 
     name = _of_shape(f"expert_down_{kind.name}_{top_k}x", sub_blocks, is_whole)
     shared_bytes = 4 * GROUP_ROWS * _DOWN_WARPS
-    return GpuKernel(name, expert_down, WARP * _DOWN_WARPS, _down_grid, lambda _: shared_bytes)
+    return GpuKernel(
+        name,
+        expert_down,
+        WARP * _DOWN_WARPS,
+        _down_grid,
+        lambda _: shared_bytes,
+        reads=_reads(kind),
+    )
 
 
 @cache
@@ -413,7 +444,7 @@ def _float_down(kind: TensorType, in_eights: bool) -> GpuKernel:
             store_f32(place, load_f32(place) + total)
 
     name = _name(f"expert_down_{kind.name}", in_eights)
-    return GpuKernel(name, expert_down, WARP * _FLOAT_WARPS, _down_grid)
+    return GpuKernel(name, expert_down, WARP * _FLOAT_WARPS, _down_grid, reads=_reads(kind))
 
 
 def _name(name: str, in_eights: bool) -> str:

@@ -32,7 +32,14 @@ from strata_nb.kernels.gpu.intrinsics import (
     store_f32,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, Grid, outputs_grid, warp_sum
+from strata_nb.kernels.gpu.operations import (
+    Arguments,
+    GpuKernel,
+    Grid,
+    outputs_grid,
+    warp_sum,
+    weights_read,
+)
 
 _WARPS = 8
 _PART = 512  # values
@@ -117,7 +124,9 @@ def _by_eights(kind: TensorType, parts: int) -> GpuKernel:
         return outputs_grid(most_rows, arguments["outputs"], each)
 
     name = f"linear_{kind.name}_{parts}".lower()
-    return GpuKernel(name, linear, _WARPS * WARP, grid, lambda _: 4 * _WARPS)
+    return GpuKernel(
+        name, linear, _WARPS * WARP, grid, lambda _: 4 * _WARPS, reads=weights_read(kind)
+    )
 
 
 @cache
@@ -144,4 +153,6 @@ def _by_ones(kind: TensorType) -> GpuKernel:
     def grid(arguments: Arguments, most_rows: int) -> Grid:
         return outputs_grid(most_rows, arguments["outputs"], _WARPS)
 
-    return GpuKernel(f"linear_{kind.name}_odd".lower(), linear, _WARPS * WARP, grid)
+    return GpuKernel(
+        f"linear_{kind.name}_odd".lower(), linear, _WARPS * WARP, grid, reads=weights_read(kind)
+    )

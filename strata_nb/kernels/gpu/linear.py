@@ -31,7 +31,14 @@ from strata_nb.kernels.gpu.intrinsics import (
     thread_index,
 )
 from strata_nb.kernels.gpu.one_row import warps_of
-from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, Grid, blocks_of, outputs_grid
+from strata_nb.kernels.gpu.operations import (
+    Arguments,
+    GpuKernel,
+    Grid,
+    blocks_of,
+    outputs_grid,
+    weights_read,
+)
 from strata_nb.kernels.gpu.products import (
     ROWS_AT_ONCE,
     group_product,
@@ -69,7 +76,7 @@ def _packed(kind: TensorType, warps: int) -> GpuKernel:
     A block reads its group once, and its rows once.
     """
     product, products = group_product(kind), group_products(kind)
-    row_bytes = row_bytes_of(kind)
+    bytes_of_row = row_bytes_of(kind)
 
     def linear(
         rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
@@ -81,7 +88,7 @@ def _packed(kind: TensorType, warps: int) -> GpuKernel:
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
         sub_blocks, rows_in_group = values >> 5, min(outputs - first, GROUP_ROWS)
-        group = weight + first * row_bytes(sub_blocks)
+        group = weight + first * bytes_of_row(sub_blocks)
         x += first_row * sub_blocks * SUB_BLOCK_BYTES
         place = 4 * (WARP * warp + lane)  # of row 0; those of the others follow every 8 lanes
         if rows_here == 1:
@@ -109,4 +116,6 @@ def _packed(kind: TensorType, warps: int) -> GpuKernel:
 
     name = f"linear_{warps}_{kind.name.lower()}"
     shared_bytes = 4 * WARP * warps  # the sums of each warp
-    return GpuKernel(name, linear, WARP * warps, grid, lambda _: shared_bytes)
+    return GpuKernel(
+        name, linear, WARP * warps, grid, lambda _: shared_bytes, reads=weights_read(kind)
+    )

@@ -11,10 +11,11 @@ registers, of longer rows the rest into the card's cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from strata_nb.formats import TensorType
+from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     await_previous,
@@ -71,7 +72,7 @@ def _group_of(kind: TensorType, warps: int, is_whole: bool) -> Function:
     is_whole   a lane's sub-blocks are exactly those that it holds: nothing has to be decided, and
                all loads of the row are on their way at once
     """
-    decode, dot, row_bytes = decoder_of(kind).decode, sub_block_dot(kind), row_bytes_of(kind)
+    decode, dot, bytes_of_row = decoder_of(kind).decode, sub_block_dot(kind), row_bytes_of(kind)
     step = WARP_SUB_BLOCKS * warps  # sub-blocks that a block takes at a time
 
     def group_of(
@@ -88,11 +89,11 @@ def _group_of(kind: TensorType, warps: int, is_whole: bool) -> Function:
         thread, first, sub_blocks = i64(thread_index()), GROUP_ROWS * number, values >> 5
         warp, lane = thread >> 5, thread & WARP - 1
         rows_in_group = min(outputs - first, GROUP_ROWS)
-        group = weight + first * row_bytes(sub_blocks)
+        group = weight + first * bytes_of_row(sub_blocks)
         row = min(lane & GROUP_ROWS - 1, rows_in_group - 1)
         s, last = WARP_SUB_BLOCKS * warp + (lane >> 3), sub_blocks - 1
         if not is_whole and thread == 0 and sub_blocks > _HELD * step:
-            size: int = i32(rows_in_group * row_bytes(sub_blocks) & -16)
+            size: int = i32(rows_in_group * bytes_of_row(sub_blocks) & -16)
             prefetch(group & -16, size)
         a = decode(group, rows_in_group, row, sub_blocks, min(s, last))
         b = decode(group, rows_in_group, row, sub_blocks, min(s + step, last))
@@ -145,6 +146,17 @@ def _groups(arguments: Arguments, suffix: str) -> int:
 
 def _grid(arguments: Arguments, _: int) -> Grid:
     return sum(_groups(arguments, name[7:]) for name in arguments if name[:7] == "outputs"), 1, 1
+
+
+def _reads(kinds: tuple[TensorType, ...]) -> Callable[[Arguments, int], int]:
+    """Return what says how many bytes of weights a launch reads."""
+
+    def reads(arguments: Arguments, _: int) -> int:
+        outputs = [arguments[name] for name in arguments if name[:7] == "outputs"]
+        each = zip(kinds, outputs, strict=True)
+        return sum(count * row_bytes(kind, arguments["values"]) for kind, count in each)
+
+    return reads
 
 
 def one_row_kernel(kinds: tuple[TensorType, ...], values: int) -> GpuKernel:
@@ -222,4 +234,6 @@ def _of_warps(kinds: tuple[TensorType, ...], warps: int, is_whole: bool) -> GpuK
     )
     shared_bytes = 4 * GROUP_ROWS * warps
     registers = 96 if warps <= 4 else MOST_REGISTERS  # small blocks all have room at once
-    return GpuKernel(name, function, WARP * warps, _grid, lambda _: shared_bytes, registers)
+    return GpuKernel(
+        name, function, WARP * warps, _grid, lambda _: shared_bytes, registers, _reads(kinds)
+    )

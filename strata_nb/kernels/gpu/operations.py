@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from strata_nb.errors import UnsupportedDevice
+from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.intrinsics import (
     barrier,
     f32,
@@ -42,6 +43,11 @@ def no_shared_bytes(_: Arguments) -> int:
     return 0
 
 
+def no_reads(_: Arguments, rows: int) -> int:
+    """Say that a kernel reads no weights."""
+    return 0
+
+
 class GpuKernel(NamedTuple):
     """Hold a kernel, and how it is launched.
 
@@ -52,6 +58,8 @@ class GpuKernel(NamedTuple):
     shared_bytes  of a block, of a launch's arguments
     registers     the most that a thread may take on any target: it decides how many blocks of it a
                   multiprocessor runs beside each other
+    reads         bytes of weights that a launch reads, of its arguments and the number of rows:
+                  each weight once where rows share it, experts as if no two rows chose the same
     """
 
     name: str
@@ -60,6 +68,7 @@ class GpuKernel(NamedTuple):
     grid: Callable[[Arguments, int], Grid]
     shared_bytes: Callable[[Arguments], int] = no_shared_bytes
     registers: int = MOST_REGISTERS
+    reads: Callable[[Arguments, int], int] = no_reads
 
 
 def blocks_of(count: int, each: int) -> int:
@@ -80,6 +89,11 @@ def outputs_grid(parts: int, outputs: int, each: int) -> Grid:
             hint="--device host runs this model",
         )
     return parts, blocks, 1
+
+
+def weights_read(kind: TensorType) -> Callable[[Arguments, int], int]:
+    """Return what says how many bytes of a weight of a type a launch of a product reads."""
+    return lambda arguments, _: arguments["outputs"] * row_bytes(kind, arguments["values"])
 
 
 # -- in kernels ------------------------------------------------------------------------------------
