@@ -1,28 +1,36 @@
-"""Read pieces of a file's tensors with several threads and put them, packed, where they belong."""
+"""Read pieces of a file's tensors with several threads and put them, packed, where they belong.
+
+Pieces come in *groups*, and who reads them is told when a group is whole: then it can be used,
+while the threads go on with the next ones. They run compiled code (`loading_loop.py`) from which
+they come back to Python for what is rare, or wrong.
+"""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from strata_nb import host_pages
+from strata_nb import loading_loop as loop
 from strata_nb.addresses import memory_view
+from strata_nb.compiling import address_of
 from strata_nb.errors import StrataError
-from strata_nb.execution import ExecutionDriver
-from strata_nb.formats import dequantise, row_bytes
+from strata_nb.formats import TensorType, block_layout, dequantise, row_bytes
 from strata_nb.gguf import GGUFFile, TensorInfo
-from strata_nb.packing import GROUP_ROWS, pack
+from strata_nb.packing import GROUP_ROWS, PACKED, mover_words, pack, work_space_bytes
+from strata_nb.packing_moves import pack_groups
 from strata_nb.progress import Progress
 
-PIECE_BYTES = 1 << 20  # read and packed at a time: a worker's buffer stays in its core's cache
+PIECE_BYTES = 1 << 20  # read and packed at a time: a thread's buffer stays in its core's cache
 FLOAT_BYTES = 4
+LOOK_S = 0.001  # between looks at what the threads have done
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -60,8 +68,10 @@ class Piece(NamedTuple):
     target_bytes: int
     as_float32: bool
 
-
-Deliver = Callable[[Piece, Bytes], None]  # with the bytes of the file
+    @property
+    def position(self) -> int:
+        """Where its bytes begin in the file of its tensor."""
+        return self.tensor.offset + self.start
 
 
 def vector_piece(tensor: TensorInfo, target: int) -> Piece:
@@ -91,107 +101,171 @@ def convert(piece: Piece, raw: Bytes, address: int) -> None:
         pack(piece.tensor.type, raw, piece.rows, piece.tensor.shape[-1], out)
 
 
-def to_host(piece: Piece, raw: Bytes) -> None:
-    """Bring a piece to an address of the host."""
-    convert(piece, raw, piece.target)
+class Reading:
+    """Own the threads that bring groups of pieces to their places, from now on.
 
+    ahead   groups that the threads may bring beyond those that the caller waited for and let go on
+            from (`allow`); None: all
+    keep_cached   whether the system may keep what was read of the file
 
-def to_device(driver: ExecutionDriver, device: int, size: int, work: ExitStack) -> Deliver:
-    """Return how one worker brings pieces of at most `size` bytes to a device."""
-    staging = driver.allocate_host(size)
-    work.callback(driver.free_host, staging)
-    stream = driver.stream_create(device)
-    work.callback(driver.stream_destroy, stream)
-
-    def deliver(piece: Piece, raw: Bytes) -> None:
-        convert(piece, raw, staging)
-        driver.copy_async(piece.target, staging, piece.target_bytes, stream)
-        driver.stream_synchronize(stream)
-
-    return deliver
-
-
-def carry_out(
-    file: GGUFFile,
-    pieces: Sequence[Piece],
-    deliver: Sequence[Deliver],
-    keep_cached: bool,
-    progress: LoadProgress,
-) -> None:
-    """Read and deliver all pieces, with one worker thread for each of `deliver`.
-
-    When this returns or raises, no worker runs any more. The first error of a worker is raised, as
-    is what `progress` raises.
+    The caller's thread learns of what they do in `wait_for`. What ends it there, an error of a
+    thread or of `progress`, or Ctrl-C, stops nobody: `close` does, and is the caller's duty.
     """
-    in_file_order = iter(
-        sorted(pieces, key=lambda piece: (piece.tensor.shard, piece.tensor.offset + piece.start))
-    )
-    taking = threading.Lock()
-    stop = threading.Event()
-    done: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # bytes; None: a worker ended
-    largest = max((piece.size_bytes for piece in pieces), default=0)
 
-    def work(deliver: Deliver) -> None:
+    def __init__(
+        self,
+        file: GGUFFile,
+        groups: Sequence[Sequence[Piece]],
+        *,
+        threads: int,
+        ahead: int | None,
+        keep_cached: bool,
+        progress: LoadProgress,
+    ) -> None:
+        self._file, self._keep_cached, self._progress = file, keep_cached, progress
+        self._ahead = len(groups) if ahead is None else ahead
+        self._pieces = [
+            piece
+            for group in groups
+            for piece in sorted(group, key=lambda piece: (piece.tensor.shard, piece.position))
+        ]
+        self._ends = list(itertools.accumulate(len(group) for group in groups))
+        self._left = np.array([len(group) for group in groups], np.int64)
+        kinds = sorted({piece.tensor.type for piece in self._pieces} & PACKED)
+        self._kinds = np.array([mover_words(kind, packs=True) for kind in kinds], np.int64).reshape(
+            -1, loop.KIND_WORDS
+        )
+        self._table = self._tabulated(kinds, groups)
+        self._state = np.zeros(loop.STATE_WORDS, np.int64)
+        self._threads = np.zeros((threads, loop.LINE_WORDS), np.int64)
+        self._job = np.zeros(loop.JOB_WORDS, np.int64)
+        self._job[[loop.STATE, loop.PIECES, loop.KINDS, loop.LEFT]] = [
+            array.ctypes.data for array in (self._state, self._table, self._kinds, self._left)
+        ]
+        self._job[loop.COUNT] = len(self._pieces)
+        self._job[loop.GROUP_ROWS] = GROUP_ROWS
+        self._job[loop.READ] = host_pages.function_address("pread")
+        self._job[loop.SLEEP] = host_pages.function_address("usleep")
+        if not keep_cached:
+            self._job[loop.FORGET] = host_pages.function_address("posix_fadvise")
+        self._job[loop.PACK] = address_of(pack_groups)
+        for function in loop.FUNCTIONS:
+            function.made()  # in this thread, where Ctrl-C is heard
+        packed = [piece for piece in self._pieces if piece.tensor.type in PACKED]
+        self._buffer_bytes = max((piece.size_bytes for piece in packed), default=0)
+        self._space_bytes = max((work_space_bytes(kind) for kind in kinds), default=0)
+        self._told_bytes = 0
+        self.allow(0)
+        self._pool = ThreadPoolExecutor(threads, "loading")
         try:
-            buffer = np.empty(largest, np.uint8)
-            while not stop.is_set():
-                with taking:
-                    piece = next(in_file_order, None)
-                if piece is None:
-                    break
-                raw = buffer[: piece.size_bytes]
-                file.read_into(raw, piece.tensor.name, piece.start)
-                if not keep_cached:
-                    file.forget_cached(piece.tensor.name, piece.start, piece.size_bytes)
-                deliver(piece, raw)
-                done.put(piece.size_bytes)
-        finally:
-            stop.set()
-            done.put(None)
+            self._workers = self._submitted(threads)
+        except BaseException:
+            self.close()
+            raise
 
-    pool = ThreadPoolExecutor(len(deliver), "loading")
-    try:
-        workers = _submitted(pool, work, deliver)
-        running = len(workers)
-        while running:
-            size = done.get()
-            if size is None:
-                running -= 1
+    def allow(self, groups: int) -> None:
+        """Let the threads bring `ahead` groups beyond the first `groups` of them."""
+        allowed = min(groups + self._ahead, len(self._ends))
+        self._state[loop.LIMIT] = self._ends[allowed - 1] if allowed else 0
+
+    def wait_for(self, group: int) -> None:
+        """Wait until all pieces of a group are in their places; raise what a thread raised."""
+        while self._left[group] > 0:
+            for worker in self._workers:
+                if worker.done():
+                    worker.result()
+            self._tell()
+            time.sleep(LOOK_S)
+        self._tell()
+
+    def close(self) -> None:
+        """Stop the threads after their pieces and wait for them; may be called twice.
+
+        What they write to is freed next, so Ctrl-C waits too.
+        """
+        self._state[loop.STOP] = 1
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                self._pool.shutdown()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _tell(self) -> None:
+        """Report what was brought since the last time."""
+        done = int(self._threads[:, loop.DONE_BYTES].sum())
+        if done > self._told_bytes:
+            self._progress.add(done - self._told_bytes)
+            self._told_bytes = done
+
+    def _tabulated(
+        self, kinds: Sequence[TensorType], groups: Sequence[Sequence[Piece]]
+    ) -> npt.NDArray[np.int64]:
+        """Return the pieces as the compiled threads read them."""
+        rows = {kind: number for number, kind in enumerate(kinds)}
+        descriptors: dict[int, int] = {}
+        for piece in self._pieces:
+            if piece.tensor.shard not in descriptors:
+                descriptors[piece.tensor.shard] = self._file.descriptor(piece.tensor.name)
+        table = np.zeros((len(self._pieces), loop.PIECE_WORDS), np.int64)
+        table[:, loop.GROUP] = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        for number, piece in enumerate(self._pieces):
+            kind = piece.tensor.type
+            blocks = piece.tensor.shape[-1] // block_layout(kind).values if kind in rows else 0
+            if piece.as_float32:
+                row = loop.AS_IT_IS if kind is TensorType.F32 else loop.BY_PYTHON
             else:
-                progress.add(size)
-    finally:
-        stop.set()
-        _join(pool)
-    for worker in workers:
-        worker.result()
+                row = rows.get(kind, loop.AS_IT_IS)
+            table[number, : loop.GROUP] = (
+                descriptors[piece.tensor.shard],
+                piece.position,
+                piece.size_bytes,
+                piece.target,
+                piece.rows,
+                blocks,
+                row,
+            )
+        return table
 
-
-def _submitted(
-    pool: ThreadPoolExecutor, work: Callable[[Deliver], None], deliver: Sequence[Deliver]
-) -> list[Future[None]]:
-    """Start the workers, as many as the system allows."""
-    workers: list[Future[None]] = []
-    for each in deliver:
+    def _work(self, number: int) -> None:
+        """Be a thread."""
+        own = self._threads[number]
+        job, words = int(self._job.ctypes.data), int(own.ctypes.data)
         try:
-            workers.append(pool.submit(work, each))
-        except RuntimeError as error:  # no more threads
-            if not workers:
-                raise StrataError(
-                    f"no thread can be started to load the model: {error}",
-                    hint="end other programs, or raise the limit of threads (ulimit -u)",
-                ) from error
-            break
-    return workers
+            buffer = np.empty(self._buffer_bytes, np.uint8)
+            space = np.empty(self._space_bytes, np.uint8)
+            addresses = buffer.ctypes.data, space.ctypes.data
+            loop.bring_pieces(job, words, *addresses)
+            while (back := int(own[loop.HANDED_BACK])) >= 0:
+                self._bring(self._pieces[back])
+                loop.note_piece(job, words, back)
+                loop.bring_pieces(job, words, *addresses)
+        except BaseException:
+            self._state[loop.STOP] = 1
+            raise
 
+    def _bring(self, piece: Piece) -> None:
+        """Bring a piece that the compiled loop handed back; raises what is wrong with the file."""
+        raw = np.empty(piece.size_bytes, np.uint8)
+        self._file.read_into(raw, piece.tensor.name, piece.start)
+        if not self._keep_cached:
+            self._file.forget_cached(piece.tensor.name, piece.start, piece.size_bytes)
+        convert(piece, raw, piece.target)
 
-def _join(pool: ThreadPoolExecutor) -> None:
-    """Wait until no worker runs: what they write to is freed next, so Ctrl-C must wait too."""
-    interrupt: KeyboardInterrupt | None = None
-    while True:
-        try:
-            pool.shutdown()
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+    def _submitted(self, threads: int) -> list[Future[None]]:
+        """Start the threads, as many as the system allows."""
+        workers: list[Future[None]] = []
+        for number in range(threads):
+            try:
+                workers.append(self._pool.submit(self._work, number))
+            except RuntimeError as error:  # no more threads
+                if not workers:
+                    raise StrataError(
+                        f"no thread can be started to load the model: {error}",
+                        hint="end other programs, or raise the limit of threads (ulimit -u)",
+                    ) from error
+                break
+        return workers

@@ -362,19 +362,31 @@ def _move(
     # Here, because this loads Numba, and who only asks for fields can do without.
     from strata_nb.packing_moves import pack_groups, unpack_groups
 
-    table = moves(kind)
-    block = np.empty(block_layout(kind).size_bytes + 16, np.uint8)  # the mover's work space
+    block = np.empty(work_space_bytes(kind), np.uint8)
     (pack_groups if packs else unpack_groups)(
         *(array.ctypes.data for array in (source, out, block)),
         GROUP_ROWS,
         rows,
         row_values // block_layout(kind).values,
+        *mover_words(kind, packs=packs),
+    )
+    return out
+
+
+def work_space_bytes(kind: TensorType) -> int:
+    """Return the bytes that the compiled mover needs beside what it reads and writes."""
+    return block_layout(kind).size_bytes + 16
+
+
+def mover_words(kind: TensorType, *, packs: bool) -> list[int]:
+    """Return the last arguments of the compiled movers for a type in `PACKED`; they stay valid."""
+    table = moves(kind)
+    return [
         block_layout(kind).size_bytes,
         *_addresses(table.pieces, table.swaps),
         (table.bits if packs else table.back).ctypes.data,
         *(int(number) for number in table.place),
-    )
-    return out
+    ]
 
 
 def _addresses(*tables: NDArray[Any]) -> list[int]:

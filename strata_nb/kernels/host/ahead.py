@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 
-from strata_nb import cpu
+from strata_nb import cpu, loading_loop
 from strata_nb.compiling import Compiled
 from strata_nb.compiling_processes import MOST_PROCESSES, compile_together, serve
 from strata_nb.kernels.host import threads
@@ -85,6 +85,7 @@ def _first_of_each(launches: Iterable[Launch]) -> list[Launch]:
 def _functions(launches: Iterable[Launch]) -> Iterator[Compiled]:
     """Yield what is needed to load a model and to run these launches."""
     yield pack_groups
+    yield from loading_loop.FUNCTIONS
     yield from threads.FUNCTIONS
     for launch in launches:
         yield from _of_launch(launch)
