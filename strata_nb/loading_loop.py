@@ -24,19 +24,16 @@ from strata_nb.raw_memory import (
 )
 
 # Words of the job, which all threads share and nobody changes.
-(STATE, PIECES, COUNT, KINDS, LEFT) = range(5)
-# Functions of the C library (`FORGET` is 0 where the cache is kept), and `pack_groups`.
-READ, SLEEP, FORGET, PACK, GROUP_ROWS, JOB_WORDS = range(5, 11)
+STATE, PIECES, COUNT, PACKERS, LEFT = range(5)
+READ, SLEEP, FORGET, JOB_WORDS = range(5, 9)  # functions of C; `FORGET` is 0 where the cache stays
 # Words of the state, each at the beginning of a cache line of its own.
 LINE_WORDS = 8
 NEXT, LIMIT, STOP, STATE_WORDS = range(0, 4 * LINE_WORDS, LINE_WORDS)
 # Words of a thread: bytes that it brought, and the piece that it hands back.
 DONE_BYTES, HANDED_BACK = range(2)
-# Columns of a piece. `KIND` is a row of the kinds, or one of the two below.
+# Columns of a piece. `KIND` is the number of a packer, or one of the two below.
 DESCRIPTOR, POSITION, SIZE, TARGET, ROWS, BLOCKS, KIND, GROUP, PIECE_WORDS = range(9)
 AS_IT_IS, BY_PYTHON = -1, -2
-# Columns of a kind: arguments of `pack_groups`, the bytes of a block first.
-KIND_WORDS = 8
 
 _WAIT_US = 100  # between looks at a limit: a fraction of what a piece takes
 _DROP = 4  # POSIX_FADV_DONTNEED, <fcntl.h>
@@ -91,37 +88,12 @@ def _is_read(job: int, piece: int, place: int) -> bool:
     return True
 
 
-@inlined
-def _pack(job: int, piece: int, buffer: int, space: int) -> None:
-    kind = load_i64(job + 8 * KINDS) + 8 * KIND_WORDS * load_i64(piece + 8 * KIND)
-    call_address(
-        load_i64(job + 8 * PACK),
-        (
-            buffer,
-            load_i64(piece + 8 * TARGET),
-            space,
-            load_i64(job + 8 * GROUP_ROWS),
-            load_i64(piece + 8 * ROWS),
-            load_i64(piece + 8 * BLOCKS),
-            load_i64(kind),
-            load_i64(kind + 8),
-            load_i64(kind + 16),
-            load_i64(kind + 24),
-            load_i64(kind + 32),
-            load_i64(kind + 40),
-            load_i64(kind + 48),
-            load_i64(kind + 56),
-        ),
-    )
-
-
-@compiled("void(int64,int64,int64,int64)")
-def bring_pieces(job: int, thread: int, buffer: int, space: int) -> None:
+@compiled("void(int64,int64,int64)")
+def bring_pieces(job: int, thread: int, buffer: int) -> None:
     """Bring pieces until none is left, the job is stopped, or one must be handed back.
 
     thread   address of this thread's words; `HANDED_BACK` is set before this returns: -1 for none
     buffer   for the bytes of the largest piece that is packed
-    space    the packer's work space
     """
     store_atomic(thread + 8 * HANDED_BACK, -1)
     next_piece = load_i64(job + 8 * STATE) + 8 * NEXT
@@ -130,13 +102,14 @@ def bring_pieces(job: int, thread: int, buffer: int, space: int) -> None:
         if number >= load_i64(job + 8 * COUNT) or not _may_begin(job, number):
             return
         piece = load_i64(job + 8 * PIECES) + 8 * PIECE_WORDS * number
-        kind = load_i64(piece + 8 * KIND)
-        place = load_i64(piece + 8 * TARGET) if kind == AS_IT_IS else buffer
-        if kind == BY_PYTHON or not _is_read(job, piece, place):
+        kind, target = load_i64(piece + 8 * KIND), load_i64(piece + 8 * TARGET)
+        if kind == BY_PYTHON or not _is_read(job, piece, target if kind == AS_IT_IS else buffer):
             store_atomic(thread + 8 * HANDED_BACK, number)
             return
         if kind != AS_IT_IS:
-            _pack(job, piece, buffer, space)
+            packer = load_i64(load_i64(job + 8 * PACKERS) + 8 * kind)
+            rows, blocks = load_i64(piece + 8 * ROWS), load_i64(piece + 8 * BLOCKS)
+            call_address(packer, (buffer, target, rows, blocks))
         _note(job, thread, number)
 
 

@@ -24,8 +24,7 @@ from strata_nb.compiling import address_of
 from strata_nb.errors import StrataError
 from strata_nb.formats import TensorType, block_layout, dequantise, row_bytes
 from strata_nb.gguf import GGUFFile, TensorInfo
-from strata_nb.packing import GROUP_ROWS, PACKED, mover_words, pack, work_space_bytes
-from strata_nb.packing_moves import pack_groups
+from strata_nb.packing import GROUP_ROWS, PACKED, pack, packer
 from strata_nb.progress import Progress
 
 PIECE_BYTES = 1 << 20  # read and packed at a time: a thread's buffer stays in its core's cache
@@ -132,28 +131,23 @@ class Reading:
         self._ends = list(itertools.accumulate(len(group) for group in groups))
         self._left = np.array([len(group) for group in groups], np.int64)
         kinds = sorted({piece.tensor.type for piece in self._pieces} & PACKED)
-        self._kinds = np.array([mover_words(kind, packs=True) for kind in kinds], np.int64).reshape(
-            -1, loop.KIND_WORDS
-        )
+        self._packers = np.array([address_of(packer(kind)) for kind in kinds], np.int64)
         self._table = self._tabulated(kinds, groups)
         self._state = np.zeros(loop.STATE_WORDS, np.int64)
         self._threads = np.zeros((threads, loop.LINE_WORDS), np.int64)
         self._job = np.zeros(loop.JOB_WORDS, np.int64)
-        self._job[[loop.STATE, loop.PIECES, loop.KINDS, loop.LEFT]] = [
-            array.ctypes.data for array in (self._state, self._table, self._kinds, self._left)
+        self._job[[loop.STATE, loop.PIECES, loop.PACKERS, loop.LEFT]] = [
+            array.ctypes.data for array in (self._state, self._table, self._packers, self._left)
         ]
         self._job[loop.COUNT] = len(self._pieces)
-        self._job[loop.GROUP_ROWS] = GROUP_ROWS
         self._job[loop.READ] = host_pages.function_address("pread")
         self._job[loop.SLEEP] = host_pages.function_address("usleep")
         if not keep_cached:
             self._job[loop.FORGET] = host_pages.function_address("posix_fadvise")
-        self._job[loop.PACK] = address_of(pack_groups)
         for function in loop.FUNCTIONS:
             function.made()  # in this thread, where Ctrl-C is heard
         packed = [piece for piece in self._pieces if piece.tensor.type in PACKED]
         self._buffer_bytes = max((piece.size_bytes for piece in packed), default=0)
-        self._space_bytes = max((work_space_bytes(kind) for kind in kinds), default=0)
         self._told_bytes = 0
         self.allow(0)
         self._pool = ThreadPoolExecutor(threads, "loading")
@@ -236,13 +230,12 @@ class Reading:
         job, words = int(self._job.ctypes.data), int(own.ctypes.data)
         try:
             buffer = np.empty(self._buffer_bytes, np.uint8)
-            space = np.empty(self._space_bytes, np.uint8)
-            addresses = buffer.ctypes.data, space.ctypes.data
-            loop.bring_pieces(job, words, *addresses)
+            place = int(buffer.ctypes.data)
+            loop.bring_pieces(job, words, place)
             while (back := int(own[loop.HANDED_BACK])) >= 0:
                 self._bring(self._pieces[back])
                 loop.note_piece(job, words, back)
-                loop.bring_pieces(job, words, *addresses)
+                loop.bring_pieces(job, words, place)
         except BaseException:
             self._state[loop.STOP] = 1
             raise
