@@ -29,7 +29,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -48,10 +48,10 @@ from strata_nb.gguf import GGUFFile, TensorInfo
 from strata_nb.loading_pieces import (
     FLOAT_BYTES,
     LoadProgress,
-    Piece,
+    Pieces,
     Reading,
     matrix_pieces,
-    vector_piece,
+    vector_pieces,
 )
 
 ALIGNMENT = BLOB_ALIGNMENT  # bytes; of each tensor on the device and each part of a blob
@@ -335,57 +335,65 @@ def load_dense(
             name: PackedTensor(address + offset, kind, shape)
             for name, (offset, kind, shape) in offsets.items()
         }
-        pieces: list[Piece] = []
+        pieces: list[Pieces] = []
         for name, placed in tensors.items():
             tensor = file.tensors[name]
             if _is_vector(tensor):
-                pieces.append(vector_piece(tensor, placed.address))
+                pieces.append(vector_pieces(tensor, placed.address))
             else:
-                pieces += matrix_pieces(tensor, 0, placed.address)
+                targets = np.array([placed.address])
+                pieces.append(matrix_pieces(tensor, targets, np.zeros_like(targets)))
         runs = _cut_runs(pieces)
         with ExitStack() as work:
-            room = max((_run_bytes(run) for run in runs), default=0)
+            room = max((end - start for start, end in runs), default=0)
             stagings: list[int] = []
             for _ in range(min(STAGINGS, len(runs))):
                 stagings.append(driver.allocate_host(room))
                 work.callback(driver.free_host, stagings[-1])
             stream = driver.stream_create(device)
             work.callback(driver.stream_destroy, stream)
-            groups = []
-            for number, run in enumerate(runs):
-                moved = stagings[number % STAGINGS] - run[0].target
-                groups.append([piece._replace(target=piece.target + moved) for piece in run])
             reading = Reading(
                 file,
-                groups,
+                _staged(pieces, runs, stagings),
+                len(runs),
                 threads=threads,
                 ahead=STAGINGS,
                 keep_cached=keep_cached,
                 progress=progress,
             )
             work.callback(reading.close)
-            for number, run in enumerate(runs):
+            for number, (start, end) in enumerate(runs):
                 reading.wait_for(number)
-                staging = stagings[number % STAGINGS]
-                driver.copy_async(run[0].target, staging, _run_bytes(run), stream)
+                driver.copy_async(start, stagings[number % STAGINGS], end - start, stream)
                 driver.stream_synchronize(stream)
                 reading.allow(number + 1)
         return DenseWeights(tensors, address, size, undo.pop_all())
 
 
-def _cut_runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Cut pieces, in the order of their targets, into runs for one staging each."""
-    runs: list[list[Piece]] = []
-    for piece in pieces:
-        if not runs or _run_bytes([runs[-1][0], piece]) > STAGING_BYTES:
-            runs.append([])
-        runs[-1].append(piece)
+def _cut_runs(pieces: Sequence[Pieces]) -> list[tuple[int, int]]:
+    """Cut what pieces fill, in the order of their targets, into runs (start, end) that fit a
+    staging; a larger piece is a run by itself."""
+    runs: list[tuple[int, int]] = []
+    for tensor in pieces:
+        for target, end in zip(tensor.targets.tolist(), tensor.target_ends.tolist(), strict=True):
+            if runs and end - runs[-1][0] <= STAGING_BYTES:
+                runs[-1] = runs[-1][0], end
+            else:
+                runs.append((target, end))
     return runs
 
 
-def _run_bytes(run: Sequence[Piece]) -> int:
-    """Return the bytes from the first piece of a run to the end of the last."""
-    return run[-1].target + run[-1].target_bytes - run[0].target
+def _staged(
+    pieces: Sequence[Pieces], runs: Sequence[tuple[int, int]], stagings: Sequence[int]
+) -> list[Pieces]:
+    """Return the pieces with the run of each as its group, and its staging as their target."""
+    starts = np.array([start for start, _ in runs])
+    moved = np.array([stagings[number % STAGINGS] for number in range(len(runs))]) - starts
+    staged: list[Pieces] = []
+    for tensor in pieces:
+        groups = np.searchsorted(starts, tensor.targets, side="right") - 1
+        staged.append(replace(tensor, groups=groups, targets=tensor.targets + moved[groups]))
+    return staged
 
 
 def load_experts(
@@ -435,19 +443,18 @@ def begin_experts(
     """
     with ExitStack() as undo:
         address = _map_arena(layout.size_bytes, undo)
-        groups: list[list[Piece]] = [[] for _ in layout.blocks]
         starts = [start for start, _ in layout.blocks]
+        pieces: list[Pieces] = []
         for number, layer in enumerate(layers):
-            block_of = np.searchsorted(starts, layout.offsets[number], side="right") - 1
+            offsets = layout.offsets[number]
+            blocks = np.searchsorted(starts, offsets, side="right") - 1
             for part, name in layer.items():
-                inside = layout.parts[number][part].offset
-                for expert, offset in enumerate(layout.offsets[number].tolist()):
-                    groups[block_of[expert]] += matrix_pieces(
-                        file.tensors[name], expert, address + offset + inside
-                    )
+                targets = address + offsets + layout.parts[number][part].offset
+                pieces.append(matrix_pieces(file.tensors[name], targets, blocks))
         reading = Reading(
             file,
-            groups,
+            pieces,
+            len(layout.blocks),
             threads=threads,
             ahead=None,
             keep_cached=keep_cached,

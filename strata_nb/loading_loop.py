@@ -31,8 +31,9 @@ LINE_WORDS = 8
 NEXT, LIMIT, STOP, STATE_WORDS = range(0, 4 * LINE_WORDS, LINE_WORDS)
 # Words of a thread: bytes that it brought, and the piece that it hands back.
 DONE_BYTES, HANDED_BACK = range(2)
-# Columns of a piece. `KIND` is the number of a packer, or one of the two below.
-DESCRIPTOR, POSITION, SIZE, TARGET, ROWS, BLOCKS, KIND, GROUP, PIECE_WORDS = range(9)
+# Columns of a piece. `KIND` is the number of a packer, or one of the two below;
+# `RUN` is Python's.
+DESCRIPTOR, POSITION, SIZE, TARGET, ROWS, BLOCKS, KIND, GROUP, RUN, PIECE_WORDS = range(10)
 AS_IT_IS, BY_PYTHON = -1, -2
 
 _WAIT_US = 100  # between looks at a limit: a fraction of what a piece takes

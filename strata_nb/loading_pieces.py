@@ -7,12 +7,11 @@ they come back to Python for what is rare, or wrong.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,56 +52,68 @@ class LoadProgress:
             self._report(self.done_bytes, self.total_bytes)
 
 
-class Piece(NamedTuple):
-    """Some rows of a tensor: `size_bytes` from byte `start` on, and the address they go to.
+Numbers = npt.NDArray[np.int64]
 
-    They are packed, or become float32 where `as_float32`.
+
+@dataclass(frozen=True)
+class Pieces:
+    """Cut a tensor, or some matrices of a stack, into pieces of whole rows.
+
+    Of each piece, int64 (pieces,):
+    groups         what it belongs to
+    starts, sizes  bytes of the tensor that it is made of
+    rows           that these are
+    targets        where it goes: packed, or as float32 where `as_float32`
     """
 
     tensor: TensorInfo
-    start: int
-    size_bytes: int
-    rows: int
-    target: int
-    target_bytes: int
     as_float32: bool
+    groups: Numbers
+    starts: Numbers
+    sizes: Numbers
+    rows: Numbers
+    targets: Numbers
 
     @property
-    def position(self) -> int:
-        """Where its bytes begin in the file of its tensor."""
-        return self.tensor.offset + self.start
+    def target_ends(self) -> Numbers:
+        """Where the pieces end, at their places."""
+        if self.as_float32:
+            return self.targets + FLOAT_BYTES * prod(self.tensor.shape)
+        return self.targets + self.sizes
 
 
-def vector_piece(tensor: TensorInfo, target: int) -> Piece:
-    """Return the one piece of a vector, which kernels read as float32."""
-    size = FLOAT_BYTES * prod(tensor.shape)
-    return Piece(tensor, 0, tensor.size_bytes, 1, target, size, True)
+def vector_pieces(tensor: TensorInfo, target: int) -> Pieces:
+    """Return the one piece of a vector, which kernels read as float32; it is of group 0."""
+    numbers = (np.array([number]) for number in (0, 0, tensor.size_bytes, 1, target))
+    return Pieces(tensor, True, *numbers)
 
 
-def matrix_pieces(tensor: TensorInfo, number: int, target: int) -> Iterator[Piece]:
-    """Yield the pieces, in their order, of a matrix: the only one, or that number of a stack."""
+def matrix_pieces(tensor: TensorInfo, targets: Numbers, groups: Numbers) -> Pieces:
+    """Return the pieces of a stack of matrices, or of one.
+
+    targets, groups   of each matrix
+    """
     outputs, values = tensor.shape[-2:]
     row = row_bytes(tensor.type, values)
-    start = number * outputs * row
     step = max(1, PIECE_BYTES // (row * GROUP_ROWS)) * GROUP_ROWS
-    for first in range(0, outputs, step):
-        rows = min(step, outputs - first)
-        size = rows * row
-        yield Piece(tensor, start + first * row, size, rows, target + first * row, size, False)
-
-
-def convert(piece: Piece, raw: Bytes, address: int) -> None:
-    """Write the piece as kernels read it."""
-    out = memory_view(address, piece.target_bytes)
-    if piece.as_float32:
-        dequantise(piece.tensor.type, raw, out.view(np.float32))
-    else:
-        pack(piece.tensor.type, raw, piece.rows, piece.tensor.shape[-1], out)
+    firsts = np.arange(0, outputs, step)
+    rows = np.tile(np.minimum(step, outputs - firsts), len(targets))
+    starts = np.add.outer(np.arange(len(targets)) * outputs, firsts).ravel() * row
+    return Pieces(
+        tensor,
+        False,
+        np.repeat(groups, len(firsts)),
+        starts,
+        rows * row,
+        rows,
+        np.add.outer(targets, firsts * row).ravel(),
+    )
 
 
 class Reading:
-    """Own the threads that bring groups of pieces to their places, from now on.
+    """Own the threads that bring pieces to their places, from now on, group after group.
 
+    groups  that there are; each has pieces
     ahead   groups that the threads may bring beyond those that the caller waited for and let go on
             from (`allow`); None: all
     keep_cached   whether the system may keep what was read of the file
@@ -114,7 +125,8 @@ class Reading:
     def __init__(
         self,
         file: GGUFFile,
-        groups: Sequence[Sequence[Piece]],
+        pieces: Sequence[Pieces],
+        groups: int,
         *,
         threads: int,
         ahead: int | None,
@@ -122,32 +134,28 @@ class Reading:
         progress: LoadProgress,
     ) -> None:
         self._file, self._keep_cached, self._progress = file, keep_cached, progress
-        self._ahead = len(groups) if ahead is None else ahead
-        self._pieces = [
-            piece
-            for group in groups
-            for piece in sorted(group, key=lambda piece: (piece.tensor.shard, piece.position))
-        ]
-        self._ends = list(itertools.accumulate(len(group) for group in groups))
-        self._left = np.array([len(group) for group in groups], np.int64)
-        kinds = sorted({piece.tensor.type for piece in self._pieces} & PACKED)
+        self._ahead = groups if ahead is None else ahead
+        self._runs = pieces
+        kinds = sorted({run.tensor.type for run in pieces} & PACKED)
         self._packers = np.array([address_of(packer(kind)) for kind in kinds], np.int64)
-        self._table = self._tabulated(kinds, groups)
+        self._table = self._tabulated(kinds)
+        self._left = np.bincount(self._table[:, loop.GROUP], minlength=groups)
+        self._ends = np.cumsum(self._left)
         self._state = np.zeros(loop.STATE_WORDS, np.int64)
         self._threads = np.zeros((threads, loop.LINE_WORDS), np.int64)
         self._job = np.zeros(loop.JOB_WORDS, np.int64)
         self._job[[loop.STATE, loop.PIECES, loop.PACKERS, loop.LEFT]] = [
             array.ctypes.data for array in (self._state, self._table, self._packers, self._left)
         ]
-        self._job[loop.COUNT] = len(self._pieces)
+        self._job[loop.COUNT] = len(self._table)
         self._job[loop.READ] = host_pages.function_address("pread")
         self._job[loop.SLEEP] = host_pages.function_address("usleep")
         if not keep_cached:
             self._job[loop.FORGET] = host_pages.function_address("posix_fadvise")
         for function in loop.FUNCTIONS:
             function.made()  # in this thread, where Ctrl-C is heard
-        packed = [piece for piece in self._pieces if piece.tensor.type in PACKED]
-        self._buffer_bytes = max((piece.size_bytes for piece in packed), default=0)
+        packed = self._table[:, loop.KIND] >= 0
+        self._buffer_bytes = int(self._table[packed, loop.SIZE].max(initial=0))
         self._told_bytes = 0
         self.allow(0)
         self._pool = ThreadPoolExecutor(threads, "loading")
@@ -195,34 +203,31 @@ class Reading:
             self._progress.add(done - self._told_bytes)
             self._told_bytes = done
 
-    def _tabulated(
-        self, kinds: Sequence[TensorType], groups: Sequence[Sequence[Piece]]
-    ) -> npt.NDArray[np.int64]:
-        """Return the pieces as the compiled threads read them."""
-        rows = {kind: number for number, kind in enumerate(kinds)}
-        descriptors: dict[int, int] = {}
-        for piece in self._pieces:
-            if piece.tensor.shard not in descriptors:
-                descriptors[piece.tensor.shard] = self._file.descriptor(piece.tensor.name)
-        table = np.zeros((len(self._pieces), loop.PIECE_WORDS), np.int64)
-        table[:, loop.GROUP] = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        for number, piece in enumerate(self._pieces):
-            kind = piece.tensor.type
-            blocks = piece.tensor.shape[-1] // block_layout(kind).values if kind in rows else 0
-            if piece.as_float32:
-                row = loop.AS_IT_IS if kind is TensorType.F32 else loop.BY_PYTHON
-            else:
-                row = rows.get(kind, loop.AS_IT_IS)
-            table[number, : loop.GROUP] = (
-                descriptors[piece.tensor.shard],
-                piece.position,
-                piece.size_bytes,
-                piece.target,
-                piece.rows,
-                blocks,
-                row,
-            )
-        return table
+    def _tabulated(self, kinds: Sequence[TensorType]) -> Numbers:
+        """Return the pieces as the compiled threads read them: by group, then as the file has
+        them."""
+        tables: list[Numbers] = []
+        for number, run in enumerate(self._runs):
+            kind = run.tensor.type
+            table = np.zeros((len(run.starts), loop.PIECE_WORDS), np.int64)
+            table[:, loop.DESCRIPTOR] = self._file.descriptor(run.tensor.name)
+            table[:, loop.POSITION] = run.tensor.offset + run.starts
+            table[:, loop.SIZE] = run.sizes
+            table[:, loop.TARGET] = run.targets
+            table[:, loop.ROWS] = run.rows
+            table[:, loop.GROUP] = run.groups
+            table[:, loop.RUN] = number
+            table[:, loop.KIND] = loop.AS_IT_IS
+            if run.as_float32 and kind is not TensorType.F32:
+                table[:, loop.KIND] = loop.BY_PYTHON
+            elif not run.as_float32 and kind in kinds:
+                table[:, loop.KIND] = kinds.index(kind)
+                table[:, loop.BLOCKS] = run.tensor.shape[-1] // block_layout(kind).values
+            tables.append(table)
+        shards = [np.full(len(run.starts), run.tensor.shard) for run in self._runs]
+        whole = np.concatenate(tables)
+        keys = (whole[:, loop.POSITION], np.concatenate(shards), whole[:, loop.GROUP])
+        return np.ascontiguousarray(whole[np.lexsort(keys)])
 
     def _work(self, number: int) -> None:
         """Be a thread."""
@@ -233,20 +238,27 @@ class Reading:
             place = int(buffer.ctypes.data)
             loop.bring_pieces(job, words, place)
             while (back := int(own[loop.HANDED_BACK])) >= 0:
-                self._bring(self._pieces[back])
+                self._bring(back)
                 loop.note_piece(job, words, back)
                 loop.bring_pieces(job, words, place)
         except BaseException:
             self._state[loop.STOP] = 1
             raise
 
-    def _bring(self, piece: Piece) -> None:
+    def _bring(self, number: int) -> None:
         """Bring a piece that the compiled loop handed back; raises what is wrong with the file."""
-        raw = np.empty(piece.size_bytes, np.uint8)
-        self._file.read_into(raw, piece.tensor.name, piece.start)
+        words = self._table[number].tolist()
+        run, rows, target = self._runs[words[loop.RUN]], words[loop.ROWS], words[loop.TARGET]
+        tensor, start = run.tensor, words[loop.POSITION] - run.tensor.offset
+        raw = np.empty(words[loop.SIZE], np.uint8)
+        self._file.read_into(raw, tensor.name, start)
         if not self._keep_cached:
-            self._file.forget_cached(piece.tensor.name, piece.start, piece.size_bytes)
-        convert(piece, raw, piece.target)
+            self._file.forget_cached(tensor.name, start, len(raw))
+        if run.as_float32:
+            out = memory_view(target, FLOAT_BYTES * prod(tensor.shape))
+            dequantise(tensor.type, raw, out.view(np.float32))
+        else:
+            pack(tensor.type, raw, rows, tensor.shape[-1], memory_view(target, len(raw)))
 
     def _submitted(self, threads: int) -> list[Future[None]]:
         """Start the threads, as many as the system allows."""
