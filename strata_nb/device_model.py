@@ -179,8 +179,9 @@ class DeviceModel:
             "block", device=device, owner="weights", address=weights.address, size=weight_bytes
         )
         host = HostArena(0, 0, np.zeros((0, 0), np.int64))
+        loaded: loading.HostExperts | None = None
         if sizes.experts is not None:
-            loaded = loading.load_experts(
+            loaded = loading.begin_experts(  # read while the rest is laid out
                 file,
                 sizes.stacks,
                 sizes.experts,
@@ -191,9 +192,6 @@ class DeviceModel:
             )
             undo.callback(loaded.close)
             host = loaded.arena
-            for offset, size in sizes.experts.blocks:
-                address = host.address + offset
-                self._tell("block", device=None, owner="host", address=address, size=size)
 
         stream = driver.stream_create(device)
         undo.callback(driver.stream_destroy, stream)
@@ -226,6 +224,7 @@ class DeviceModel:
         programs = [emitted.body, emitted.head, emitted.choice]
         self._body, head, choice = backend.prepare(programs)
         _write_rope_table(file, model, backend, base, ctx_size)
+        self._fill(loaded)
         self._record = Record(emitted)
         self._heads = Heads(backend, emitted, self._record, head, choice, model.vocab_size)
         self._elastic = ElasticKV(self.ledger, rules, say=say) if rules is not None else None
@@ -235,16 +234,28 @@ class DeviceModel:
         ranks = np.full(host.offsets.shape, -1, np.int32)
         if self._prior is not None:
             ranks = self._prior.ranks()
-            order = self._prior.order()
-            for rank, pair in enumerate(order, start=1):
-                self.arena.prior[pair] = 1 - rank / (len(order) + 1)
-            self.arena.fill(order)
         self._residency = Residency(self.arena, ranks, policy_maker(options), say=say)
         self.ledger.heat = self._residency.heat
         if backend.has_slots:
             self.warnings += device_room.keep_free(self.ledger, say)
             experts = model.layers * model.experts
             self.off += device_needs.switched_off(options, plan, self.arena.usable_slots, experts)
+
+    def _fill(self, loaded: loading.HostExperts | None) -> None:
+        """Wait for the experts, and copy those that the profile ranks to slots as they come."""
+        order = self._prior.order() if self._prior is not None else []
+        for rank, pair in enumerate(order, start=1):
+            self.arena.prior[pair] = 1 - rank / (len(order) + 1)
+        if loaded is None:
+            return
+        filling = self.arena.begin_fill(order)
+
+        def ready(address: int, size: int) -> None:
+            self._tell("block", device=None, owner="host", address=address, size=size)
+            filling.copy(address, size)
+
+        loaded.finish(ready)
+        filling.finish()
 
     def _emit(
         self,
