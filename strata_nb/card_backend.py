@@ -91,7 +91,8 @@ class CardBackend:
     recorder   writes down what the driver is asked; it stays the caller's
     """
 
-    has_slots, of_host, most_rows, chooses_tokens = True, False, MOST_ROWS, True
+    has_slots, of_host, most_rows = True, False, MOST_ROWS
+    chooses_tokens = attends_in_runs = True
     outside_bytes, reserve_bytes = OUTSIDE_BYTES, RESERVE_BYTES
 
     def __init__(

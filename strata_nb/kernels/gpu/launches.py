@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from strata_nb.kernels.gpu.attention_launches import fused_attention
 from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
 from strata_nb.kernels.gpu.operations import GpuKernel, Grid
 from strata_nb.kernels.program import Launch, Program
@@ -58,4 +59,14 @@ def card_launch(one: Launch) -> CardLaunch | None:
 
 def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows."""
-    return [made for one in program if (made := card_launch(one)) is not None]
+    launches: list[CardLaunch] = []
+    number = 0
+    while number < len(program):
+        if (fused := fused_attention(program, number)) is not None:
+            launches += [CardLaunch(*one) for one in fused.made]
+            number += fused.taken
+            continue
+        if (made := card_launch(program[number])) is not None:
+            launches.append(made)
+        number += 1
+    return launches

@@ -44,7 +44,8 @@ _THREADS = ((128, 32), (1024, 256))
 _MOST_THREADS = 1024
 
 
-def _threads(width: int) -> int:
+def threads_of(width: int) -> int:
+    """Return how many threads add a part of so many values."""
     return next((threads for widest, threads in _THREADS if width <= widest), _MOST_THREADS)
 
 
@@ -111,4 +112,4 @@ def rms_norm_kernel(width: int) -> GpuKernel:
 
     Reads 4 bytes of x, 4 of x in the cache and 4 of weight for each value, writes 4 and 1.5.
     """
-    return _rms_norm(_threads(width))
+    return _rms_norm(threads_of(width))
