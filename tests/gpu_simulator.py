@@ -279,9 +279,10 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
     if name == "prefetch":
 
         def prefetch(address: int, size: int) -> None:
-            memory.check(address, size, "load")  # old bytes are no harm: nothing reads them
-            if address % 16 or size % 16:
+            if address % 16 or size % 16 or size <= 0:
                 raise KernelFault(f"a prefetch of {size} bytes at {address:#x}: not in sixteens")
+            for place in (address, address + size - 16):
+                memory.check(place, 16, "load")  # old bytes do no harm: nothing reads them
 
         return prefetch
     if name == "barrier":
