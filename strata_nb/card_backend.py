@@ -29,9 +29,11 @@ from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
 from strata_nb.card_profile import WindowProfile, profile_window
+from strata_nb.driver import OUTSIDE_BYTES, RESERVE_BYTES
 from strata_nb.errors import DriverError, StrataError, UnsupportedDevice
 from strata_nb.execution import Driver, ProgramDriver
-from strata_nb.kernels.gpu.launches import CardLaunch, card_launches
+from strata_nb.kernels.gpu.card_launch import CardLaunch
+from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES, plain_read_launch
 from strata_nb.kernels.program import Program
@@ -48,9 +50,6 @@ PLAIN_READ_BYTES = 4 << 30  # that are read to measure the card's memory, or wha
 PLAIN_READ_LEAST = 256 << 20  # several times what the caches of a card hold
 PLAIN_READ_LEAVES = 64 << 20  # free, for others
 PLAIN_READ_PASSES = 10
-# Neither was measured: for page tables, modules, graphs and tables; for whoever draws the screen.
-OUTSIDE_BYTES = 256 << 20
-RESERVE_BYTES = 700 << 20
 
 
 class CardDriver(Driver, ProgramDriver, Protocol):
@@ -101,6 +100,7 @@ class CardBackend:
     recorder   writes down what the driver is asked; it stays the caller's
     """
 
+    overlaps = True  # kernels begin while the one in front of them ends, on cards that can
     has_slots, of_host, most_rows, chooses_tokens = True, False, MOST_ROWS, True
     outside_bytes, reserve_bytes = OUTSIDE_BYTES, RESERVE_BYTES
 
@@ -201,6 +201,7 @@ class CardBackend:
             one.shared_bytes,
             self._stream,
             one.packed,
+            overlaps=self.overlaps,
         )
 
     def run(self, program: CardProgram, rows: int, first: int = 0, last: int | None = None) -> None:

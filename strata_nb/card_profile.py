@@ -24,7 +24,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
-from strata_nb.kernels.gpu.launches import CardLaunch
+from strata_nb.kernels.gpu.card_launch import CardLaunch
 
 MEASURED_LAYERS = 6
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")

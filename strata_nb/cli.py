@@ -84,6 +84,8 @@ _DEVICE = """\
 {swaps}
   --vram-reserve-mib N         MiB of the device that stay free for others (default 0, of a card
                                700)
+  --vram-limit SIZE            let a card, or a small device, count as one of SIZE in all (12GiB),
+                               with what is in use on it; it stays as fast as it is
   --kv-grow                    begin with a small K/V and grow it as the text needs, experts use the
                                memory meanwhile (the default, but not on the whole machine: host)
   --no-kv-grow                 take memory for the whole context at the start

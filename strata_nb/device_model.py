@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb import device_needs, loading, models
+from strata_nb import device_needs, device_room, loading, models
 from strata_nb.backend import Backend
 from strata_nb.cache.accounts import Change
 from strata_nb.cache.capacity import Ledger
@@ -33,7 +33,7 @@ from strata_nb.cache.experts import ExpertArena, HostArena
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout
 from strata_nb.cache.look import Look
-from strata_nb.cache.plan import Needs, plan_device
+from strata_nb.cache.plan import Memory, Needs, plan_device
 from strata_nb.cache.policy import Insertion, Maker, static, swaps
 from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_profile
 from strata_nb.cache.residency import Residency
@@ -92,7 +92,8 @@ class Reserved(NamedTuple):
 class DeviceModel:
     """Run steps of a model on a backend's device; `steps.StepModel` says what each method does.
 
-    `arena`, `kv` and `ledger` may be looked at between steps.
+    `arena`, `kv` and `ledger` may be looked at between steps. `off` says what the device does not
+    do since it was opened, and why.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class DeviceModel:
         self.description = description
         self.max_rows = max_rows
         self.warnings: list[str] = []
+        self.off: list[str] = []
         self._backend = backend
         self._forgotten: deque[int] = deque()
         self._process = os.getpid()
@@ -144,14 +146,15 @@ class DeviceModel:
         unplaced, weight_bytes = loading.dense_layout(file, sizes.dense)
         measured, buffer_bytes = self._emit(sizes, unplaced, Buffers(), placed=False)
         needs = Needs(
-            dense_bytes=device_needs.plain_bytes(weight_bytes, buffer_bytes)
-            + backend.outside_bytes,
+            dense_bytes=device_needs.plain_bytes(weight_bytes, buffer_bytes),
             reserve_bytes=device_needs.reserve_bytes(options, backend),
             kv=sizes.kv,
             kv_cells=ctx_size if rules is None else rules.init_cells,
             kv_most_cells=ctx_size,
             slots=sizes.slots if wanted_slots != 0 else None,
             slots_wanted=wanted_slots,
+            outside_bytes=backend.outside_bytes,
+            limit_bytes=device_needs.limit_bytes(options, backend),
         )
         expert_bytes = sizes.experts.size_bytes if sizes.experts else 0
         self.warnings += loading.check_memory(device_needs.host_bytes(expert_bytes, needs, backend))
@@ -176,8 +179,9 @@ class DeviceModel:
             "block", device=device, owner="weights", address=weights.address, size=weight_bytes
         )
         host = HostArena(0, 0, np.zeros((0, 0), np.int64))
+        loaded: loading.HostExperts | None = None
         if sizes.experts is not None:
-            loaded = loading.load_experts(
+            loaded = loading.begin_experts(  # read while the rest is laid out
                 file,
                 sizes.stacks,
                 sizes.experts,
@@ -188,9 +192,6 @@ class DeviceModel:
             )
             undo.callback(loaded.close)
             host = loaded.arena
-            for offset, size in sizes.experts.blocks:
-                address = host.address + offset
-                self._tell("block", device=None, owner="host", address=address, size=size)
 
         stream = driver.stream_create(device)
         undo.callback(driver.stream_destroy, stream)
@@ -223,6 +224,7 @@ class DeviceModel:
         programs = [emitted.body, emitted.head, emitted.choice]
         self._body, head, choice = backend.prepare(programs)
         _write_rope_table(file, model, backend, base, ctx_size)
+        self._fill(loaded)
         self._record = Record(emitted)
         self._heads = Heads(backend, emitted, self._record, head, choice, model.vocab_size)
         self._elastic = ElasticKV(self.ledger, rules, say=say) if rules is not None else None
@@ -232,12 +234,28 @@ class DeviceModel:
         ranks = np.full(host.offsets.shape, -1, np.int32)
         if self._prior is not None:
             ranks = self._prior.ranks()
-            order = self._prior.order()
-            for rank, pair in enumerate(order, start=1):
-                self.arena.prior[pair] = 1 - rank / (len(order) + 1)
-            self.arena.fill(order)
         self._residency = Residency(self.arena, ranks, policy_maker(options), say=say)
         self.ledger.heat = self._residency.heat
+        if backend.has_slots:
+            self.warnings += device_room.keep_free(self.ledger, say)
+            experts = model.layers * model.experts
+            self.off += device_needs.switched_off(options, plan, self.arena.usable_slots, experts)
+
+    def _fill(self, loaded: loading.HostExperts | None) -> None:
+        """Wait for the experts, and copy those that the profile ranks to slots as they come."""
+        order = self._prior.order() if self._prior is not None else []
+        for rank, pair in enumerate(order, start=1):
+            self.arena.prior[pair] = 1 - rank / (len(order) + 1)
+        if loaded is None:
+            return
+        filling = self.arena.begin_fill(order)
+
+        def ready(address: int, size: int) -> None:
+            self._tell("block", device=None, owner="host", address=address, size=size)
+            filling.copy(address, size)
+
+        loaded.finish(ready)
+        filling.finish()
 
     def _emit(
         self,
@@ -474,16 +492,21 @@ class DeviceModel:
 
     def _report(self) -> ModelReport:
         ledger = self.ledger.describe()
-        free_bytes = None
+        owners = ledger.bytes_by_owner
+        memory: Memory | None = None
         if self._backend.has_slots:
-            free_bytes, _ = self._backend.driver.mem_info(self._backend.device)
+            memory = self.ledger.memory()
+            owners["outside"] = self.ledger.outside_bytes(memory)
         device = DeviceReport(
             self._backend.name,
-            free_bytes,
+            memory and memory.free_bytes,
+            memory and memory.total_bytes,
+            memory and memory.device_bytes,
+            self.ledger.reserve_bytes,
             ledger.slots,
             ledger.resident,
             ledger.kv_cells,
-            ledger.bytes_by_owner,
+            owners,
         )
         hits, misses = self.arena.tally.tolist()
         moved = self._residency

@@ -21,9 +21,9 @@ from strata_nb import Sampling, card_backend, cuda_table
 from strata_nb.card_backend import CardBackend, CardProgram
 from strata_nb.device_model import DeviceModel
 from strata_nb.errors import DeviceLost, DriverError, StrataError
-from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES
-from strata_nb.kernels.program import Launch, launch
+from strata_nb.kernels.program import launch
 from strata_nb.kernels.reference import Floats
 from strata_nb.sampling import Choice, uniform
 from strata_nb.steps import Row
@@ -373,9 +373,15 @@ def test_a_backend_can_be_closed_twice_and_not_by_a_fork(monkeypatch: pytest.Mon
         assert table.calls.total() == calls
 
 
-def test_a_kernel_keeps_the_most_shared_memory_that_a_launch_of_it_needs() -> None:
-    def down(top_k: int) -> Launch:
-        return shaped("expert_down", TensorType.F32, top_k=top_k, values=8, outputs=8)
+def test_a_kernel_keeps_the_most_shared_memory_that_a_launch_of_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = card_launch(shaped("gated_add", width=8)).kernel
+    kernel = kernel._replace(shared_bytes=lambda given: given["width"])
 
+    def taking(size: int) -> CardLaunch:
+        return card_launch(shaped("gated_add", width=size))._replace(kernel=kernel)
+
+    monkeypatch.setattr(card_backend, "card_launches", lambda program, _: program)
     with simulated_card() as backend:
-        backend.prepare([[down(8), down(5000), down(3000)], [down(4000)]])
+        backend.prepare([[taking(8), taking(100_000), taking(60_000)], [taking(80_000)]])

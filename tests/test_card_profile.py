@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from strata_nb.card_profile import MEASURED_LAYERS, Kind, WindowProfile, profile_window
-from strata_nb.kernels.gpu.launches import CardLaunch
+from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.operations import GpuKernel
 
 KV_BYTES = 1000

@@ -11,12 +11,14 @@ from itertools import product
 from multiprocessing import get_context
 
 import pytest
-from gpu_launches import shaped
+from gpu_launches import shaped, shaped_for_card
 
 from strata_nb.formats import CACHE_TYPES
+from strata_nb.formats import TensorType as T
 from strata_nb.kernels.gpu import compile as gpu_compile
-from strata_nb.kernels.gpu.functions import argument_kinds, gpu_kernel
+from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
 
@@ -27,37 +29,49 @@ LENGTHS = (128, 64, 80, 256)  # of heads, the usual one first
 WIDTHS = (64, 1024, 8192)  # of rows: norms have more threads for wider ones
 GROUPS = (4, 1, 8)  # heads that share a K/V head
 VOCABULARIES = (258, 4096, 151_936)
+EXPERTS = {"outputs": 64, "top_k": 8}
+NAMES = [*(name for name in KERNELS if name not in FUSED), *CARD_KERNELS]
 ROUTERS = ((8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8))
 
+
+# What a card may launch together: products of one row with weights of several types.
+TOGETHER = [
+    tuple(shaped("linear", kind, values=values)._replace(waits=False) for kind in kinds)
+    for kinds in ((T.Q4_K, T.Q4_K, T.Q6_K), (T.Q5_K, T.Q8_0))
+    for values in (2048, 8192)
+]
 
 Kernels = dict[str, tuple[GpuKernel, Sequence[str]]]
 
 
 def every_kernel(*, lengths: bool = False) -> Kernels:
-    """Return kernels by name, with the kinds of their arguments: of each kernel of the table every
-    type of weights, every pair of types of the K/V, every number of heads and of experts.
+    """Return kernels by name, with the kinds of their arguments: of each kernel that a card has
+    every type of weights, every pair of types of the K/V, every number of heads and of experts.
 
     lengths   also every pair of types with every length of heads, not the usual length alone
     """
     found: Kernels = {}
-    for name in KERNELS:
+    for name in NAMES:
         for variant, values in launches_of(name, lengths=lengths):
-            one = shaped(name, variant, **values)
-            kernel = gpu_kernel(one)
-            if kernel is not None:
-                found[kernel.name] = kernel, argument_kinds(one)
+            for rows in (1, 8):
+                for made in shaped_for_card(name, variant, rows=rows, **values):
+                    found[made.kernel.name] = made.kernel, made.kinds
+    for program in TOGETHER:
+        for made in card_launches(program, 1):
+            found[made.kernel.name] = made.kernel, made.kinds
     return found
 
 
 def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str, int]]]:
     """Yield a variant and the arguments that decide about code, for each code of a kernel."""
-    axis = KERNELS[name].axis
+    axis = None if name in CARD_KERNELS else KERNELS[name].axis
     if name == "embed":
         yield from ((kind, {}) for kind in KINDS)
-    elif axis in ("weights", "gate_up"):
+    elif axis == "weights" or name.startswith("expert_"):
         for kind in KINDS:
-            for values in (256, 257) if kind in UNPACKED else (256,):
-                yield (kind, kind) if axis == "gate_up" else kind, {"values": values}
+            for values in (256, 257) if kind in UNPACKED else (256, 2048, 8192):
+                variant = (kind, kind) if name == "expert_gate_up" else kind
+                yield variant, {"values": values} | (EXPERTS if name in CARD_KERNELS else {})
     elif axis == "keys_values":
         for pair, length, group in product(product(CACHE_TYPES, repeat=2), LENGTHS, GROUPS):
             usual = pair == ("f16", "f16") or length == LENGTHS[0]
@@ -68,7 +82,7 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
         yield from ((None, {"width": width}) for width in WIDTHS)
     elif name == "sample":
         yield from ((None, {"vocabulary": vocabulary}) for vocabulary in VOCABULARIES)
-    elif name == "router_top_k":
+    elif name == "route":
         yield from ((None, {"experts": experts, "top_k": top_k}) for experts, top_k in ROUTERS)
     else:
         yield None, {}
@@ -99,10 +113,9 @@ def all_faults(names: Sequence[str], targets: Sequence[str]) -> list[str]:
         return [fault for some in found for fault in some]
 
 
-def test_every_kernel_of_the_table_is_among_them() -> None:
+def test_every_kernel_of_a_card_is_among_them() -> None:
     names = every_kernel()
-    without = [name for name in KERNELS if not any(key.startswith(name) for key in names)]
-    assert without == ["expert_gather"]  # rows are read where they are
+    assert [name for name in NAMES if not any(key.startswith(name) for key in names)] == []
 
 
 def test_every_kernel_fits_its_registers_on_old_and_new_targets() -> None:

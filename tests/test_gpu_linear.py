@@ -34,10 +34,11 @@ def linear(
     *,
     bias: Floats | None = None,
     y: Floats | None = None,
+    most_rows: int = MOST_ROWS,
 ) -> Floats:
     """Return rows times a matrix, added to y where it is given; x is quantised if need be."""
     (rows, values), outputs = x.shape, len(matrix.weight)
-    out = np.full((MOST_ROWS, outputs), UNTOUCHED)
+    out = np.full((most_rows, outputs), UNTOUCHED)
     if y is not None:
         out[:rows] = y
     out = aligned(out)
@@ -55,7 +56,7 @@ def linear(
         },
         ["y"],
         variant=matrix.kind,
-        most_rows=MOST_ROWS,
+        most_rows=most_rows,
     )
     assert np.all(out[rows:] == UNTOUCHED)
     return out[:rows]
@@ -105,6 +106,27 @@ def test_rows_of_any_length_are_multiplied(
     read = as_read(kind, x).astype(np.float64)
     expected = plain.linear(read, matrix.weight)
     assert close(linear(gpu, matrix, x), read, matrix.weight, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "outputs"),
+    [
+        *((kind, width_of(kind), 11) for kind in DECODERS),
+        (T.Q8_0, 512, 9),  # a lane holds all that it has of the row
+        (T.Q8_0, 1024, 8),  # by two warps
+        (T.Q8_0, 256 * 33, 3),  # more than lanes hold
+        (T.Q4_K, 2048, 8),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_step_of_one_row_has_the_bits_of_one_of_several(
+    gpu: gpu_launches.Run, kind: TensorType, values: int, outputs: int
+) -> None:
+    matrix, x = Matrix.random(kind, outputs, values), normal(1, values, seed=1)
+    bias, before = normal(outputs, seed=2), normal(1, outputs, seed=3)
+    for given in ({}, {"bias": bias, "y": before}):
+        alone = linear(gpu, matrix, x, most_rows=1, **given)
+        assert same_bits(alone, linear(gpu, matrix, x, **given)), list(given)
 
 
 @pytest.mark.parametrize("kind", [T.Q4_0, T.F32, T.F16], ids=lambda kind: kind.name)

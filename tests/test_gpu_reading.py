@@ -8,8 +8,8 @@ import pytest
 from gpu_launches import aligned
 
 from strata_nb.kernels.gpu import reading
+from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.compile import ptx_code
-from strata_nb.kernels.gpu.launches import CardLaunch
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES, plain_read_launch
 
 STRETCHES = 2

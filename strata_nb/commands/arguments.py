@@ -231,6 +231,7 @@ def options_from(arguments: Arguments, model: str | None = None) -> Options:
             cache_type_v=arguments.text("--cache-type-v"),
             expert_cache=arguments.text("--expert-cache"),
             vram_reserve_mib=arguments.integer("--vram-reserve-mib"),
+            vram_limit=arguments.size_bytes("--vram-limit"),
             vram_elastic=arguments.flag("--vram-elastic"),
             kv_grow=grows if grows or fixed else None,
             kv_grow_init=arguments.integer("--kv-grow-init"),

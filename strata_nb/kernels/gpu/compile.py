@@ -27,6 +27,7 @@ Function = Callable[..., Any]
 
 _NEWER = "a newer toolkit: pip install -U 'strata-nb[cuda]'"
 OLDEST = (7, 5)  # what PTX is made for
+_REGISTERS = 65_536  # of a multiprocessor, which its blocks share, on every card
 _WORDS = {"address": "int64", "integer": "int64", "float": "float32"}
 
 
@@ -76,7 +77,8 @@ def ptx_code(kernel: GpuKernel, kinds: Sequence[str]) -> str:
     """
     numba = _numba()
     library, name = llvm_code(kernel.function, kinds)
-    numba.nvvm.set_launch_bounds(library.get_function(name), kernel.threads)
+    bounds = kernel.threads, max(1, _REGISTERS // (kernel.threads * kernel.registers))
+    numba.nvvm.set_launch_bounds(library.get_function(name), bounds)
     (text,) = library.get_asm_strs(cc=OLDEST)
     # Numba numbers what it compiles: without that the same kernel is the same code every time.
     text = re.sub(r".*_ZN08NumbaEnv.*\n", "", text).replace(name, kernel.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.intrinsics import (
     block_x,
     fetch_4xi32,
@@ -17,7 +18,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     store_i32,
     thread_index,
 )
-from strata_nb.kernels.gpu.launches import CardLaunch
 from strata_nb.kernels.gpu.operations import GpuKernel
 
 _THREADS = 256

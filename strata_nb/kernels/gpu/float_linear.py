@@ -1,0 +1,158 @@
+"""Multiply rows with weights of floats: a router, or a model that is not quantised.
+
+A warp has an output of one row, or a part of its sum: rows are cut into parts of 512 values, up to
+eight of them, which are added in ascending order. A lane has sixteen values of a part in registers
+before the launch in front has ended, so a matrix as small as a router's is there when its row is.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.floats import EIGHT, FLOATS, lane_product
+from strata_nb.kernels.gpu.intrinsics import (
+    WARP,
+    await_previous,
+    barrier,
+    bits_of_f32,
+    block_x,
+    block_y,
+    f32,
+    fetch_f32,
+    fma,
+    hold,
+    i64,
+    load_4xf32,
+    load_f32,
+    load_i64,
+    shared_load_f32,
+    shared_store_f32,
+    store_f32,
+    thread_index,
+)
+from strata_nb.kernels.gpu.operations import (
+    Arguments,
+    GpuKernel,
+    Grid,
+    outputs_grid,
+    warp_sum,
+    weights_read,
+)
+
+_WARPS = 8
+_PART = 512  # values
+
+
+def float_linear_kernel(kind: TensorType, values: int) -> GpuKernel:
+    """Return `linear` of the table for a type of `FLOATS` and rows of so many values.
+
+    Its grid is (rows, outputs / 8 * parts), of 256 threads.
+    """
+    if values % EIGHT:
+        return _by_ones(kind)
+    parts = 1
+    while parts < _WARPS and _PART * parts < values:
+        parts *= 2
+    return _by_eights(kind, parts)
+
+
+def _finish(total: Any, there: Any, before: Any, place: int, bias: int, add: int) -> None:
+    """Write a product, with its bias and what is there, where the launch asks for them."""
+    if bias != 0:
+        total += before
+    if add != 0:
+        total += there
+    store_f32(place, total)
+
+
+@cache
+def _by_eights(kind: TensorType, parts: int) -> GpuKernel:
+    size, _, eight = FLOATS[kind]
+    each, step = _WARPS // parts, EIGHT * WARP * parts
+
+    def add_eight(weights: Any, x: int, total: Any) -> Any:
+        a, b, c, d, e, f, g, h = weights
+        xa, xb, xc, xd = load_4xf32(x)
+        xe, xf, xg, xh = load_4xf32(x + 16)
+        total = fma(d, xd, fma(c, xc, fma(b, xb, fma(a, xa, total))))
+        return fma(h, xh, fma(g, xg, fma(f, xf, fma(e, xe, total))))
+
+    def linear(
+        rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
+    ) -> None:
+        row, thread = i64(block_x()), i64(thread_index())
+        warp, lane = thread >> 5, thread & WARP - 1
+        own, part = warp // parts, warp % parts
+        output = min(each * i64(block_y()) + own, outputs - 1)
+        weights = weight + size * output * values
+        value, last = EIGHT * (lane + WARP * part), values - EIGHT
+        first = eight(weights + size * min(value, last))
+        second = eight(weights + size * min(value + step, last))
+        before = fetch_f32(bias + 4 * output) if bias != 0 else f32(0.0)
+        hold(bits_of_f32(first[0]) ^ bits_of_f32(second[0]))
+        await_previous()
+        exists = row < load_i64(rows)
+        of_row = x + 4 * row * values if exists else x
+        place = y + 4 * (row * outputs + output)
+        total, there = f32(0.0), f32(0.0)
+        if exists and add != 0 and lane == 0:
+            there = load_f32(place)
+        if value < values:
+            total = add_eight(first, of_row + 4 * value, total)
+        value += step
+        if value < values:
+            total = add_eight(second, of_row + 4 * value, total)
+        value += step
+        while value < values:
+            total = add_eight(eight(weights + size * value), of_row + 4 * value, total)
+            value += step
+        total = warp_sum(total)
+        if parts > 1:
+            if lane == 0:
+                shared_store_f32(4 * warp, total)
+            barrier()
+        if lane == 0 and part == 0 and exists and each * i64(block_y()) + own < outputs:
+            other = 1
+            while other < parts:
+                total += shared_load_f32(4 * (warp + other))
+                other += 1
+            _finish(total, there, before, place, bias, add)
+
+    def grid(arguments: Arguments, most_rows: int) -> Grid:
+        return outputs_grid(most_rows, arguments["outputs"], each)
+
+    name = f"linear_{kind.name}_{parts}".lower()
+    return GpuKernel(
+        name, linear, _WARPS * WARP, grid, lambda _: 4 * _WARPS, reads=weights_read(kind)
+    )
+
+
+@cache
+def _by_ones(kind: TensorType) -> GpuKernel:
+    """Return the kernel for rows that are no whole eights: a warp has an output."""
+    size, product = FLOATS[kind].size_bytes, lane_product(kind, in_eights=False)
+
+    def linear(
+        rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
+    ) -> None:
+        row, thread = i64(block_x()), i64(thread_index())
+        output = _WARPS * i64(block_y()) + (thread >> 5)
+        if row >= load_i64(rows) or output >= outputs:
+            return
+        lane = thread & WARP - 1
+        of_output, of_row = weight + size * output * values, x + 4 * row * values
+        total = warp_sum(product(of_output, of_row, values, lane))
+        if lane == 0:
+            before = fetch_f32(bias + 4 * output) if bias != 0 else f32(0.0)
+            place = y + 4 * (row * outputs + output)
+            there = load_f32(place) if add != 0 else f32(0.0)
+            _finish(total, there, before, place, bias, add)
+
+    def grid(arguments: Arguments, most_rows: int) -> Grid:
+        return outputs_grid(most_rows, arguments["outputs"], _WARPS)
+
+    return GpuKernel(
+        f"linear_{kind.name}_odd".lower(), linear, _WARPS * WARP, grid, reads=weights_read(kind)
+    )

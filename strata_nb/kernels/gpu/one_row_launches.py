@@ -1,0 +1,60 @@
+"""Find products of the same row, which a card does in one launch (`one_row.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.card_launch import CardLaunch
+from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of
+from strata_nb.kernels.gpu.one_row import MOST_WEIGHTS, one_row_kernel
+from strata_nb.kernels.program import Launch
+from strata_nb.packing import PACKED
+
+_OF_THE_ROW = ("rows", "x", "values", "add")
+_OF_A_WEIGHT = ("weight", "bias", "y", "outputs")
+
+
+def with_one_row(
+    program: Sequence[Launch | CardLaunch],
+) -> Iterator[Launch | CardLaunch]:
+    """Yield launches, with products of a single row by packed weights as a card has them."""
+    at = 0
+    while at < len(program):
+        one = program[at]
+        if isinstance(one, CardLaunch) or not _is_product(one):
+            yield one
+            at += 1
+            continue
+        others = program[at + 1 : at + MOST_WEIGHTS]
+        together = [one, *takewhile(lambda other: _go_together(one, other), others)]  # noqa: B023
+        yield _one_row([other for other in together if isinstance(other, Launch)])
+        at += len(together)
+
+
+def _is_product(one: Launch) -> bool:
+    return one.kernel == "linear" and one.variant in PACKED
+
+
+def _go_together(first: Launch, other: Launch | CardLaunch) -> bool:
+    """Return whether a launch may run beside the first, and multiplies the same row."""
+    if isinstance(other, CardLaunch) or not _is_product(other) or other.waits:
+        return False
+    one, two = arguments_of(first), arguments_of(other)
+    return all(one[name] == two[name] for name in _OF_THE_ROW)
+
+
+def _one_row(launches: Sequence[Launch]) -> CardLaunch:
+    """Return one launch for products of the same row."""
+    given = [arguments_of(one) for one in launches]
+    types = tuple(TensorType(one.variant) for one in launches)  # type: ignore[arg-type]
+    kernel = one_row_kernel(types, given[0]["values"])
+    kinds = dict(zip(given[0], argument_kinds(launches[0]), strict=True))
+    words = {name: (given[0][name], kinds[name]) for name in _OF_THE_ROW}
+    for number, one in enumerate(given, start=1):
+        suffix = "" if number == 1 else str(number)
+        words |= {name + suffix: (one[name], kinds[name]) for name in _OF_A_WEIGHT}
+    label = ", ".join([launches[0].label, *(one.label.rpartition(".")[2] for one in launches[1:])])
+    arguments = {name: word for name, (word, _) in words.items()}
+    return CardLaunch(kernel, label, arguments, tuple(kind for _, kind in words.values()))

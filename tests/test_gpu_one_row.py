@@ -1,0 +1,78 @@
+"""Products of one row that a card does in one launch: up to three weights of the same row."""
+
+from __future__ import annotations
+
+import kernel_references as plain
+import numpy as np
+import pytest
+from gpu_launches import aligned, shaped, simulated_program
+from host_launches import UNTOUCHED, Matrix, normal, same_bits
+
+from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.launches import card_launches
+from strata_nb.kernels.program import Launch, launch
+
+T = TensorType
+
+
+def product(x: int, kind: TensorType, *, outputs: int = 8, waits: bool = False) -> Launch:
+    one = shaped("linear", kind, x=x, values=256, outputs=outputs)
+    return one._replace(waits=waits, label=f"blk.0.of_{outputs}")
+
+
+def test_products_of_the_same_row_are_one_launch() -> None:
+    program = [product(1, T.Q4_K, waits=True), product(1, T.Q6_K, outputs=16), product(1, T.Q4_K)]
+    (one,) = card_launches(tuple(program), 1)
+    assert one.kernel.name == "one_row_1_q4_k_q6_k_q4_k"
+    assert one.grid(1) == (4, 1, 1)
+    assert one.label == "blk.0.of_8, of_16, of_8"
+    assert len(card_launches(tuple(program), 2)) == 3
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        product(2, T.Q4_K),  # another row
+        product(1, T.Q4_K, waits=True),  # it reads what the first writes
+        product(1, T.F32),
+        shaped("quantise"),
+    ],
+    ids=["another row", "one that waits", "floats", "another kernel"],
+)
+def test_what_cannot_be_done_together_is_apart(second: Launch) -> None:
+    program = (product(1, T.Q4_K), second)
+    assert len(card_launches(program, 1)) == 2
+
+
+def test_a_fourth_product_begins_another_launch() -> None:
+    assert len(card_launches(tuple(product(1, T.Q8_0) for _ in range(4)), 1)) == 2
+
+
+def test_products_together_have_the_bits_of_each_alone() -> None:
+    values, kinds, outputs = 512, (T.Q4_K, T.Q8_0, T.Q6_K), (11, 8, 3)
+    x = aligned(plain.quantised(normal(1, values, seed=1)))
+    rows = aligned(np.array([1]))
+    weights = [
+        Matrix.random(kind, count, values) for kind, count in zip(kinds, outputs, strict=True)
+    ]
+    results = []
+    for together in (True, False):
+        program, arrays = [], [rows, x]
+        found = []
+        for number, matrix in enumerate(weights):
+            y = aligned(np.full((1, len(matrix.weight)), UNTOUCHED))
+            weight = aligned(matrix.data)
+            words = {"rows": rows, "x": x, "weight": weight, "bias": 0, "y": y}
+            sizes = {"values": values, "outputs": len(matrix.weight), "add": 0}
+            addresses = {
+                name: int(word.ctypes.data) if isinstance(word, np.ndarray) else word
+                for name, word in words.items()
+            }
+            waits = not together or number == 0
+            program.append(launch("linear", addresses | sizes, variant=matrix.kind, waits=waits))
+            arrays.append(weight)
+            found.append(y)
+        simulated_program(tuple(program), 1, found, arrays)
+        results.append(found)
+    for together, alone in zip(*results, strict=True):
+        assert same_bits(together, alone)
