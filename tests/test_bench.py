@@ -16,7 +16,7 @@ from strata_nb.card_profile import Kind, Line, WindowProfile
 from strata_nb.commands import bench, provenance
 from strata_nb.commands.bench_report import Case, Outcome, Run, as_json, as_tables
 from strata_nb.engine import Engine
-from strata_nb.errors import StrataError
+from strata_nb.errors import OutOfDeviceMemory, StrataError
 from strata_nb.options import Options
 from strata_nb.plain_read import PlainRead
 from strata_nb.session import Session
@@ -124,6 +124,7 @@ def test_json_holds_every_sample_and_what_the_figures_depend_on(run: Console) ->
     assert found["options"]["adapt"] == "insert"
     assert len(found["plain_read"]["samples_s"]) == 5
     prompt, writing = found["results"]
+    assert prompt["memory"]["kv_cells"] >= 64
     assert (prompt["test"], prompt["n_prompt"], prompt["n_gen"]) == ("pp4", 4, 0)
     assert prompt["bytes_per_s"] is prompt["share_of_plain_read"] is None
     assert (writing["test"], writing["n_prompt"], writing["n_gen"]) == ("tg3", 0, 3)
@@ -199,6 +200,34 @@ def test_a_plain_read_that_fails_is_one_line_and_the_rest_is_measured(
     assert found["results"][0]["share_of_plain_read"] is None
 
 
+def test_what_was_measured_before_a_failure_is_reported(
+    run: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(session: Session, **words: Any) -> Any:
+        raise StrataError("no more tokens")
+
+    monkeypatch.setattr(Session, "generate", fails)
+    status, out, err = run("bench", "--device=host", "-p4", "-n2", "-r1", "-ojson")
+    assert status == 1
+    assert "stopped after 1 of 2 tests\n" in err
+    assert "no more tokens" in err
+    assert [one["test"] for one in json.loads(out)["results"]] == ["pp4"]
+    status, out, _ = run("bench", "--device=host", "-p0", "-n2", "-r1")
+    assert (status, out) == (1, "")
+
+
+def test_a_device_without_memory_for_the_text_is_an_error_of_the_device(
+    run: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(session: Session) -> None:
+        raise OutOfDeviceMemory("create", 2, "no memory", device=0)
+
+    monkeypatch.setattr(Session, "make_room", full)
+    status, out, err = run("bench", "--device=host", "-p0", "-n2", "-r1")
+    assert (status, out) == (1, "")
+    assert "create on device 0: no memory" in err
+
+
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
@@ -247,7 +276,7 @@ def profiled() -> Run:
         "versions": {"strata_nb": "1"},
     }
     read = PlainRead(4_000_000_000, (0.001, 0.002))
-    return Run(about, read, [Outcome(Case(True, 2, 0), (0.002, 0.004), 1_000_000, PROFILE)])
+    return Run(about, read, [Outcome(Case(True, 2, 0), (0.002, 0.004), {}, 1_000_000, PROFILE)])
 
 
 def test_a_profile_is_a_table_of_kinds_with_their_sum_beside_the_whole_graph(

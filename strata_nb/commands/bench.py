@@ -11,14 +11,16 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from strata_nb.commands.arguments import Arguments, options_from
 from strata_nb.commands.bench_report import Case, Outcome, Run, as_json, as_tables
+from strata_nb.commands.figures import memory_stats
 from strata_nb.commands.opening import open_engine
-from strata_nb.commands.terminal import progress_bar
+from strata_nb.commands.terminal import note, progress_bar
 from strata_nb.engine import Engine, Session
 from strata_nb.errors import ConfigError, StrataError, UnsupportedDevice
 from strata_nb.options import REFERENCE, Sampling
@@ -52,15 +54,29 @@ def run(arguments: Arguments) -> int:
                 f"--profile: the device {engine.device} has no graphs to look into",
                 hint="--device cuda has",
             )
-        read = _plain_read(engine)
+        done = Run.of(engine, options_from(arguments), arguments.line, _plain_read(engine))
         total = len(cases) * (repetitions + 1)
-        with progress_bar("measuring", unit="runs") as progress:
+        with (
+            _reported(done, len(cases), _REPORTS[form]),
+            progress_bar("measuring", unit="runs") as progress,
+        ):
             bench = Bench(engine, repetitions, seed, profiles, _counted(progress, total))
-            outcomes = list(bench.outcomes(cases))
-        report = Run.of(engine, options_from(arguments), arguments.line, read, outcomes)
-    print(_REPORTS[form](report))
-    sys.stdout.flush()
+            for outcome in bench.outcomes(cases):
+                done.outcomes.append(outcome)
     return 0
+
+
+@contextmanager
+def _reported(done: Run, cases: int, report: Callable[[Run], str]) -> Iterator[None]:
+    """Print what was measured in the block, also where it was interrupted or failed half way."""
+    try:
+        yield
+    finally:
+        if done.outcomes:
+            if len(done.outcomes) < cases:
+                note(f"stopped after {len(done.outcomes)} of {cases} tests")
+            print(report(done))
+            sys.stdout.flush()
 
 
 class Bench:
@@ -102,13 +118,13 @@ class Bench:
             session.rewind(case.depth)
             samples.append(once(session, case.tokens))
             self._done()
-        seconds = tuple(samples[1:])
+        seconds, memory = tuple(samples[1:]), memory_stats(self._engine.describe())
         if not case.writes or self._engine.device == REFERENCE:
-            return Outcome(case, seconds)
+            return Outcome(case, seconds, memory)
         end = case.depth + case.tokens  # cells that the last token sees
         read_bytes = [self._engine.step_bytes(cells) for cells in (case.depth + 1, end)]
         profile = self._engine.profile(end) if self._profiles else None
-        return Outcome(case, seconds, sum(read_bytes) // 2, profile)
+        return Outcome(case, seconds, memory, sum(read_bytes) // 2, profile)
 
     def _read(self, session: Session, tokens: int) -> float:
         """Return the seconds of reading a prompt."""

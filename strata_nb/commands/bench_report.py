@@ -14,7 +14,6 @@ from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import strata_nb
-from strata_nb.commands.figures import memory_stats
 from strata_nb.commands.provenance import commit, device_name, machine, versions
 from strata_nb.models.description import bytes_text
 
@@ -52,12 +51,14 @@ class Outcome:
     """Hold what was measured.
 
     seconds      of each run
+    memory       experts and K/V after the last run, `figures.memory_stats`
     read_bytes   that a step reads, on the average of a run; None where that is not known
     profile      where the time of the last step went; None where nobody asked
     """
 
     case: Case
     seconds: tuple[float, ...]
+    memory: dict[str, object]
     read_bytes: int | None = None
     profile: WindowProfile | None = None
 
@@ -74,14 +75,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what a run measured, and all that it depends on.
+    """Hold what a run measured so far, and all that it depends on.
 
     read   how fast the device's memory was read in the same run, or why that is not known
     """
 
     about: dict[str, Any]
     read: PlainRead | str
-    outcomes: Sequence[Outcome]
+    outcomes: list[Outcome]
 
     @classmethod
     def of(
@@ -90,7 +91,6 @@ class Run:
         options: Options,
         command: str,
         read: PlainRead | str,
-        outcomes: Sequence[Outcome],
     ) -> Run:
         """Take down what the figures depend on."""
         model = engine.description
@@ -112,9 +112,8 @@ class Run:
             "ctx_size": engine.ctx_size,
             "options": _plain(asdict(options)),
             "load_s": engine.load_s,
-            **memory_stats(engine.describe()),
         }
-        return cls(about, read, outcomes)
+        return cls(about, read, [])
 
     def share(self, bytes_per_s: float | None) -> float | None:
         """Return bytes a second as a share of the plain read."""
@@ -154,6 +153,7 @@ def _result(run: Run, outcome: Outcome) -> dict[str, Any]:
         "bytes_per_token": outcome.read_bytes,
         "bytes_per_s": outcome.bytes_per_s,
         "share_of_plain_read": run.share(outcome.bytes_per_s),
+        "memory": outcome.memory,
         "profile": None if outcome.profile is None else _profile(run, outcome.profile),
     }
 
