@@ -17,7 +17,7 @@ from strata_nb.formats import CACHE_TYPES
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels.gpu import compile as gpu_compile
 from strata_nb.kernels.gpu.launches import card_launches
-from strata_nb.kernels.gpu.operations import MOST_REGISTERS, GpuKernel
+from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
@@ -112,8 +112,8 @@ def faults(name: str, targets: Sequence[str]) -> list[str]:
         found.append(f"{name} leaves rounding to the linker")
     for target in targets:
         made = gpu_compile.link(code, target)
-        # The oldest have as many as a block may have.
-        most = kernel.registers if target != TARGETS[0] else MOST_REGISTERS
+        # The oldest have as many as a block can have.
+        most = kernel.registers if target != TARGETS[0] else min(255, 65_536 // kernel.threads)
         if made.registers > most or made.spill_bytes:
             found.append(
                 f"{name} for {target}: {made.registers} registers of {most}, "
