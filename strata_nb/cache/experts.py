@@ -274,9 +274,15 @@ class ExpertArena:
         return layer, expert
 
     def _copy_in(self, expert: tuple[int, int], slot: int) -> None:
-        """Begin to copy a blob to a slot."""
+        """Begin to copy a blob to a slot, which must still be free."""
+        self._require_free(slot)
         source, size = int(self._in_place[expert]), self.layout.blob_bytes[expert[0]]
         self._driver.copy_async(self._base + self.layout.offset(slot), source, size, self._stream)
+
+    def _require_free(self, slot: int) -> None:
+        held = self._owner[slot] != NOBODY or slot in self._draining
+        if held or slot >= self.usable_slots:
+            raise RuleViolation(7, f"slot {slot} was taken or lost while an expert came into it")
 
     def _name(self, placed: Mapping[tuple[int, int], int]) -> None:
         """Wait for the copies, then let the tables name them: publication comes last.
@@ -287,8 +293,8 @@ class ExpertArena:
         self._driver.stream_synchronize(self._stream)
         taken = set(placed.values())
         free_before = self._free
-        if not taken <= {slot for free in free_before for slot in free}:
-            raise RuleViolation(7, "slots were taken or lost while experts came into them")
+        for slot in taken:
+            self._require_free(slot)
         free_after = [[slot for slot in free if slot not in taken] for free in free_before]
         for free in free_after:
             heapq.heapify(free)
