@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from strata_nb.errors import ConfigError, OutOfDeviceMemory, StrataError
 from strata_nb.options import Sampling
-from strata_nb.sampling import Choice, RepeatGuard, StopStrings, sample, uniform
+from strata_nb.sampling import Choice, RepeatGuard, StopStrings, recent_tokens, sample, uniform
 from strata_nb.steps import Row, StepModel
 from strata_nb.tokenizer import Tokenizer
 
@@ -80,6 +80,8 @@ class Generation(Iterator[Token]):
         self._session = session
         self.random = sampling.temperature > 0  # whether the seed makes a difference
         self._sampling = replace(sampling, seed=self.seed)
+        self._looks_back = len(recent_tokens((0,), sampling)) > 0  # penalties need each token
+        self._next: Choice | None = None  # of the next token, where it was said in advance
         self._left = max_tokens
         self._position = session.position
         self._stream = session.tokenizer.stream()
@@ -104,9 +106,11 @@ class Generation(Iterator[Token]):
                 f"which stands at {self._position}",
                 hint="start a new one: session.generate()",
             )
-        random = uniform(self.seed, 0, session.position)
-        token = session._choose(Choice(session._ids, self._sampling, random, self._banned))
+        now = self._next or self._choice(self._position)
+        ahead = self._choice(self._position + 1) if self._can_go_ahead() else None
+        token = session._choose(now, ahead)
         session.append(token)
+        self._next = ahead
         self._count()
         if token in self._ends:
             self.finish = "end"
@@ -124,6 +128,15 @@ class Generation(Iterator[Token]):
         elif self.finish is None:
             self._make_room()
         return Token(token, self._last_text(text) if self.finish else text)
+
+    def _choice(self, position: int) -> Choice:
+        """Say how the token at a position is chosen."""
+        random = uniform(self.seed, 0, position)
+        return Choice(self._session._ids, self._sampling, random, self._banned)
+
+    def _can_go_ahead(self) -> bool:
+        """Return whether it is known how the token behind the next one is chosen, if one comes."""
+        return not self._looks_back and self._left != 1 and self._position < self._session.ctx_size
 
     def _make_room(self) -> None:
         """Get memory for the token that was just chosen, or end: it is the last one then."""
@@ -229,10 +242,11 @@ class Session:
             raise AssertionError("reading at least one token gives logits")
         return self._logits
 
-    def _choose(self, choice: Choice) -> int:
+    def _choose(self, choice: Choice, ahead: Choice | None = None) -> int:
         """Read what is not read yet, and return the token that is drawn to come next.
 
-        It is not added. Logits that were not at hand before are not kept.
+        It is not added. Logits that were not at hand before are not kept. `ahead` is the choice of
+        the token behind it, if the next call will probably be for that.
         """
         self._begin_next()
         batches = self._unread()
@@ -242,7 +256,7 @@ class Session:
         self._logits = None
         for rows in others:
             self._model.step(rows)
-        (token,) = self._model.choose(last, [choice])
+        (token,) = self._model.choose(last, [choice], () if ahead is None else [ahead])
         return token
 
     def _begin_next(self) -> None:

@@ -106,11 +106,17 @@ class StepModel(Protocol):
         After an error or an interrupt every sequence is as it was. Raises StrataError.
         """
 
-    def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
+    def choose(
+        self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice] = ()
+    ) -> list[int]:
         """Read rows and draw the next token for each of those that want logits, by its choice.
 
         That is `sampling.sample` of what `step` returns, wherever it is done. After an error or an
         interrupt every sequence is as it was; an error also where the logits cannot be used.
+
+        ahead   choices by which the next call will probably choose, these very objects, reading
+                what this one draws. A device may begin that at once; whatever is called next, it
+                makes no difference but in time
         """
 
     def report(self) -> ModelReport:
@@ -170,7 +176,9 @@ class ReferenceSteps:
     def step(self, rows: Sequence[Row]) -> Floats:
         return self._step(rows, lambda logits: logits)
 
-    def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
+    def choose(
+        self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice] = ()
+    ) -> list[int]:
         return self._step(rows, lambda logits: draw(logits, how))
 
     def _step(self, rows: Sequence[Row], end: Callable[[Floats], Result]) -> Result:

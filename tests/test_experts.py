@@ -13,6 +13,7 @@ from strata_nb.cache.experts import ExpertArena, HostArena, Tier
 from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout, slot_budget
 from strata_nb.errors import ConfigError, DriverError, RuleViolation
 from strata_nb.options import expert_cache_size
+from strata_nb.shared_tables import SharedTable
 
 ALL = list(np.ndindex(len(BLOBS), EXPERTS))
 
@@ -196,7 +197,7 @@ def test_a_fill_that_fails_leaves_every_expert_in_place(
     assert arena.fill(ALL) == 7
 
 
-class InterruptedTable(np.ndarray):
+class InterruptedTable(SharedTable):
     """A table whose n-th write is interrupted, as by Ctrl-C."""
 
     left = 0
@@ -213,12 +214,12 @@ def test_a_filling_that_is_interrupted_while_it_names_experts_names_none(
     world: World, nth: int
 ) -> None:
     arena = arena_of(world)
-    table = arena.expert_address
-    arena.expert_address = table.view(InterruptedTable)
-    arena.expert_address.left = nth
+    table = arena.addresses
+    arena.addresses = InterruptedTable(table.receive())
+    arena.addresses.left = nth
     with pytest.raises(KeyboardInterrupt):
         arena.fill([(0, 1), (1, 1), (2, 2)])
-    arena.expert_address = table
+    arena.addresses = table
     assert arena.resident == 0
     world.check()
     assert arena.fill(ALL) == 7
@@ -247,19 +248,19 @@ def test_blobs_that_are_not_aligned_are_refused(world: World) -> None:
 
 
 def name_another_slot(arena: ExpertArena) -> None:
-    arena.expert_address[2, 0] += 256
+    arena.addresses[2, 0] = arena.expert_address[2, 0] + 256
 
 
 def name_another_place_of_the_host(arena: ExpertArena) -> None:
-    arena.expert_address[2, 3] = arena.expert_address[2, 2]
+    arena.addresses[2, 3] = arena.expert_address[2, 2]
 
 
 def set_a_tier_that_is_not_true(arena: ExpertArena) -> None:
-    arena.expert_tier[2, 3] = Tier.SLOT
+    arena.tiers[2, 3] = Tier.SLOT
 
 
 def name_one_slot_twice(arena: ExpertArena) -> None:
-    arena.expert_address[0, 1], arena.expert_tier[0, 1] = arena.expert_address[2, 0], Tier.SLOT
+    arena.addresses[0, 1], arena.tiers[0, 1] = arena.expert_address[2, 0], Tier.SLOT
 
 
 def book_two_slots_for_one_expert(arena: ExpertArena) -> None:
@@ -268,8 +269,8 @@ def book_two_slots_for_one_expert(arena: ExpertArena) -> None:
 
 
 def book_an_expert_that_left(arena: ExpertArena) -> None:
-    arena.expert_address[2, 0] = arena._in_place[2, 0]
-    arena.expert_tier[2, 0] = Tier.IN_PLACE
+    arena.addresses[2, 0] = arena._in_place[2, 0]
+    arena.tiers[2, 0] = Tier.IN_PLACE
 
 
 def book_an_expert_that_is_not_there(arena: ExpertArena) -> None:

@@ -316,11 +316,11 @@ def test_low_blocks_are_given_out_first_so_that_the_end_becomes_free(world: Worl
 
 
 def exchange_an_address(kv: KVCache) -> None:
-    kv.table[0, 0] = kv.table[1, 1]
+    kv.blocks[0, 0] = kv.table[1, 1]
 
 
 def leave_an_address_behind(kv: KVCache) -> None:
-    kv.table[0, 5] = kv.table[0, 0]
+    kv.blocks[0, 5] = kv.table[0, 0]
 
 
 def count_a_holder_too_many(kv: KVCache) -> None:
