@@ -314,6 +314,10 @@ class DeviceModel:
 
     # Steps.
 
+    @property
+    def goes_ahead(self) -> bool:
+        return self._steps.windows is not None
+
     def open_sequence(self) -> int:
         with self._turn:
             self._settle()
@@ -341,8 +345,8 @@ class DeviceModel:
             self._opened()
             if self._elastic is None:
                 return
-            if not prompt and cells == 1 and self._steps.is_ahead_of(sequence):
-                return  # it has its room
+            if not prompt and self._elastic.is_ample({sequence: cells}):
+                return
             self._settle()
             if prompt:
                 self._elastic.before_prompt({sequence: cells})
@@ -392,7 +396,7 @@ class DeviceModel:
 
     def report(self) -> ModelReport:
         with self._turn:
-            self._settle()
+            self._pause()
             if self._elastic is not None:
                 self._elastic.flush()  # what is said and what is reported shall agree
             return self._report()
@@ -417,7 +421,7 @@ class DeviceModel:
     def look(self) -> Look:
         """Look at the device's chunks as they are now."""
         with self._turn:
-            self._settle()
+            self._pause()
             return self.ledger.look()
 
     def set_reserve(self, reserve_bytes: int | None) -> Reserved:
@@ -468,6 +472,11 @@ class DeviceModel:
     def _opened(self) -> None:
         if self._resources is None:
             raise closed_error()
+
+    def _pause(self) -> None:
+        """Settle for somebody who looks, and may look again behind the next token."""
+        self._settle()
+        self._steps.pause()
 
     def _settle(self) -> None:
         """Let no step be in flight, and end the sequences whose sessions are gone."""

@@ -150,9 +150,12 @@ class DeviceSteps:
             with suppress(StrataError):
                 self._backend.wait()
 
-    def is_ahead_of(self, sequence: int) -> bool:
-        """Return whether a window is in flight that reads behind this sequence."""
-        return self._ahead is not None and sequence in self._ahead.sequences
+    def pause(self) -> None:
+        """Begin nothing ahead of the next window.
+
+        Somebody who looks at each token would have each window dropped, and run twice.
+        """
+        self._last = ()
 
     def chosen(self, rows: int) -> npt.NDArray[np.int64]:
         """Return the experts that the rows of the last step used: (rows, layers, top_k)."""
@@ -165,7 +168,7 @@ class DeviceSteps:
 
     def _asked_for(self, rows: Sequence[Row], how: Sequence[Choice]) -> Window | None:
         """Return the window in flight if it is this one; else there is none in flight."""
-        if self._ahead is not None and self._ahead.is_of(rows, how):
+        if self._ahead is None or self._ahead.is_of(rows, how):
             return self._ahead
         self.settle()
         return None
@@ -209,7 +212,8 @@ class DeviceSteps:
 
     def _begin(self, windows: Windows, rows: Sequence[Row], how: Sequence[Choice]) -> Window:
         new = Counter(row.sequence for row in rows)
-        if self._elastic is not None:
+        if self._elastic is not None and not self._elastic.is_ample(new):
+            self.settle()  # who gives the memory is chosen by the use of experts
             self._elastic.before_step(new)
         for sequence, cells in new.items():
             self._kv.extend(sequence, cells)

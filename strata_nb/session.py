@@ -51,6 +51,8 @@ class Generation(Iterator[Token]):
     seed            of the random numbers, also where none was asked for; without effect on an
                     answer that is not `random`, at temperature 0
     generated       tokens so far
+    in_turn         why each token waits for the one before it to be known, "" where the device may
+                    begin with it earlier or never does
     first_token_s   seconds from the start of the generation to the first token
     decode_s        seconds from the first token to the latest
     """
@@ -80,7 +82,10 @@ class Generation(Iterator[Token]):
         self._session = session
         self.random = sampling.temperature > 0  # whether the seed makes a difference
         self._sampling = replace(sampling, seed=self.seed)
-        self._looks_back = len(recent_tokens((0,), sampling)) > 0  # penalties need each token
+        looks_back, self.in_turn = len(recent_tokens((0,), sampling)) > 0, ""
+        if looks_back and session._model.goes_ahead:
+            self.in_turn = "penalties look at each token before the next one is begun"
+        self._goes_ahead = session._model.goes_ahead and not looks_back
         self._next: Choice | None = None  # of the next token, where it was said in advance
         self._left = max_tokens
         self._position = session.position
@@ -109,7 +114,7 @@ class Generation(Iterator[Token]):
         now = self._next or self._choice(self._position)
         ahead = self._choice(self._position + 1) if self._can_go_ahead() else None
         token = session._choose(now, ahead)
-        session.append(token)
+        session._add(token)
         self._next = ahead
         self._count()
         if token in self._ends:
@@ -136,7 +141,7 @@ class Generation(Iterator[Token]):
 
     def _can_go_ahead(self) -> bool:
         """Return whether it is known how the token behind the next one is chosen, if one comes."""
-        return not self._looks_back and self._left != 1 and self._position < self._session.ctx_size
+        return self._goes_ahead and self._left != 1 and self._position < self._session.ctx_size
 
     def _make_room(self) -> None:
         """Get memory for the token that was just chosen, or end: it is the last one then."""
@@ -248,8 +253,7 @@ class Session:
         It is not added. Logits that were not at hand before are not kept. `ahead` is the choice of
         the token behind it, if the next call will probably be for that.
         """
-        self._begin_next()
-        batches = self._unread()
+        batches = self._unread(self._begin_next())
         if self._logits is not None and not batches:
             return sample(self._logits, *choice)
         *others, last = batches
@@ -259,23 +263,33 @@ class Session:
         (token,) = self._model.choose(last, [choice], () if ahead is None else [ahead])
         return token
 
-    def _begin_next(self) -> None:
-        """Make sure that the last token is unread, or the logits after it are at hand."""
+    def _begin_next(self) -> int:
+        """Make sure that the last token is unread, or the logits after it are at hand.
+
+        Returns how many tokens were read.
+        """
         if not self._ids:
             raise ConfigError(
                 "nothing to continue: the session holds no token",
                 hint="extend it with at least one token, such as the model's BOS",
             )
-        self._check_open()
+        length = self._check_open()
         self._check_decided()
-        if self._logits is None:  # after a rewind, an interrupt or a choice: it is read again
-            self._rewind_model(self.position - 1)
+        last = len(self._ids) - 1
+        if self._logits is None and length > last:  # after a rewind, an interrupt or a choice
+            self._model.rewind(self._sequence, last)  # it is read again
+            return last
+        return length
 
     def append(self, token: int) -> None:
         """Add one token without reading it: that happens when the next logits are asked for."""
+        self._description.check_ids([token])
+        self._add(token)
+
+    def _add(self, token: int) -> None:
+        """Add a token of the vocabulary."""
         self._check_open()
         self._check_decided()
-        self._description.check_ids([token])
         if self.position > self.ctx_size:
             raise ConfigError(
                 f"the context of {self.ctx_size} cells is full, and another token is not read yet",
@@ -376,8 +390,7 @@ class Session:
 
     def _read(self, progress: Progress | None) -> None:
         """Read what has not been read, in prompt batches."""
-        self._check_open()
-        batches = self._unread()
+        batches = self._unread(self._check_open())
         done, total = 0, sum(map(len, batches))
         for rows in batches:
             # An interrupt may come between the cells that a step adds and its logits.
@@ -389,9 +402,11 @@ class Session:
             if progress is not None:
                 progress(done, total)
 
-    def _unread(self) -> list[list[Row]]:
-        """Return the rows that are not read yet, in prompt batches; the last one wants logits."""
-        start, end = self._model.length(self._sequence), self.position
+    def _unread(self, start: int) -> list[list[Row]]:
+        """Return the rows from `start` on, in prompt batches; the last one wants logits."""
+        end = len(self._ids)
+        if end == start + 1:
+            return [[Row(self._sequence, self._ids[start], True)]]
         return [
             [
                 Row(self._sequence, self._ids[place], place == end - 1)
@@ -400,11 +415,11 @@ class Session:
             for at in range(start, end, self._prefill_rows)
         ]
 
-    def _check_open(self) -> None:
-        """Raise StrataError where this session, or its engine, is closed."""
+    def _check_open(self) -> int:
+        """Return how many tokens were read; StrataError where session or engine is closed."""
         if not self._finalizer.alive:
             raise StrataError("the session is closed", hint="open a new one: engine.open_session()")
-        self._model.length(self._sequence)
+        return self._model.length(self._sequence)
 
     def _check_decided(self) -> None:
         """Raise ConfigError while a draft is open."""

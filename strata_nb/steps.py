@@ -73,10 +73,14 @@ class StepModel(Protocol):
 
     max_rows   of one step
     warnings   for the user, one line each
+    goes_ahead whether it may read a token that it drew before anybody asks for that
     """
 
     @property
     def max_rows(self) -> int: ...
+
+    @property
+    def goes_ahead(self) -> bool: ...
 
     @property
     def warnings(self) -> Sequence[str]: ...
@@ -128,6 +132,8 @@ class StepModel(Protocol):
 
 class ReferenceSteps:
     """Run steps on the float32 judge, with numpy's own threads."""
+
+    goes_ahead = False
 
     def __init__(
         self,

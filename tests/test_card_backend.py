@@ -148,8 +148,10 @@ class Adding:
         self._kept = SharedTable(one_row), SharedTable(open_gate)
         self.backend = backend
         rows, gate = (backend.share(one) for one in self._kept)
-        words = {"rows": rows, "gate": gate, "x": backend.share(self.x), "width": WIDTH}
-        words["y"] = backend.share(self.y, is_written=True)
+        self.x_address = backend.share(self.x)
+        self.y_address = backend.share(self.y, is_written=True)
+        words = {"rows": rows, "gate": gate, "x": self.x_address, "y": self.y_address}
+        words["width"] = WIDTH
         self.program: CardProgram
         (self.program,) = backend.prepare([[launch("gated_add", words)]])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -289,6 +289,41 @@ def test_a_give_back_in_the_middle_changes_no_token(small: Path) -> None:
         return [session]
 
     check_same(small, use, vram_elastic=True)
+
+
+def test_who_looks_at_each_token_wastes_one_window_at_most(small: Path) -> None:
+    def use(engine: Engine) -> Sequence[Session]:
+        session = begun(engine)
+        generation = session.generate(max_tokens=20, sampling=Sampling(seed=2), ignore_eos=True)
+        for number, _ in enumerate(generation):
+            if 4 < number < 15:
+                assert engine.look() is not None
+        assert device_of(engine).begun <= 19 + 1
+        return [session]
+
+    for options in ({}, HALF):
+        check_same(small, use, **options)
+
+
+def test_policies_hear_of_the_tokens_that_they_were_not_asked_about(small: Path) -> None:
+    """While every expert has a slot; then slots are given away, and the hot experts stay."""
+    found = []
+    for ahead in (True, False):
+        with engine_of(small, vram_elastic=True) as engine:
+            model = model_of(engine)
+            model.arena.fill(np.ndindex(model.arena.use.shape))  # type: ignore[arg-type]
+            assert model.arena.is_complete
+            with nullcontext() if ahead else nothing_ahead():
+                write(begun(engine), 40)
+            assert model._residency._unseen_rows >= 40
+            (device,) = engine.describe().devices
+            assert device.free_bytes is not None
+            engine.set_vram_reserve((device.free_bytes >> 20) + 1)
+            assert model._residency._unseen_rows == 0
+            assert 0 < engine.describe().resident < model.arena.use.size
+            found.append((model._residency.heat(), model.arena.expert_tier.copy()))
+    for first, second in zip(*found, strict=True):
+        assert np.array_equal(first, second)
 
 
 # What goes wrong.
