@@ -40,7 +40,9 @@ from model_shapes import ModelShape  # noqa: E402
 from results import write_result  # noqa: E402
 
 from strata_nb import Engine, Options, Sampling, backend  # noqa: E402
-from strata_nb.card_backend import CardBackend  # noqa: E402
+from strata_nb.addresses import memory_view  # noqa: E402
+from strata_nb.card_backend import STAGING_BYTES, CardBackend  # noqa: E402
+from strata_nb.card_flights import CardFlights  # noqa: E402
 from strata_nb.cuda_table import PROTOTYPES  # noqa: E402
 from strata_nb.device_model import DeviceModel  # noqa: E402
 from strata_nb.driver import CudaDriver  # noqa: E402
@@ -150,15 +152,16 @@ def measure(path: Path, cache: str, tokens: int, runs: int) -> list[float]:
 
 
 def draw_always(model: DeviceModel) -> None:
-    """Let every window bring the same token."""
-    staging = model._backend._staging  # type: ignore[attr-defined]
-    places = [staging._address + (4 << 20)]
-    steps = getattr(model, "_steps", None)
-    if steps is not None:
-        flights = steps.windows._flights
-        places += [flight.fetched_address for flight in (flights._next, flights._other)]
-    for place in places:
-        ctypes.memmove(place, np.array([TOKEN]).ctypes.data, 8)
+    """Let every window bring the same token, and nothing else."""
+    windows, card = model._steps.windows, model._backend
+    if windows is None or not isinstance(card, CardBackend):
+        raise AssertionError("a card draws tokens")
+    memory_view(card._staging._address + STAGING_BYTES, STAGING_BYTES)[:] = 0
+    flights = windows._flights
+    if isinstance(flights, CardFlights):
+        for flight in (flights._next, flights._other):
+            flight.fetched[:] = 0
+            flight.fetched[0] = TOKEN
 
 
 def generation(engine: Engine, tokens: int) -> float:

@@ -345,7 +345,7 @@ class DeviceModel:
             self._opened()
             if self._elastic is None:
                 return
-            if not prompt and self._elastic.is_ample({sequence: cells}):
+            if not prompt and self.kv.has_room(sequence, cells):
                 return
             self._settle()
             if prompt:

@@ -190,9 +190,8 @@ class DeviceSteps:
         landed = windows.land(now)
         if min(landed.tokens) < 0:
             return self._refused(now, rows, how)
-        cells = Counter(now.sequences)
-        for sequence, count in cells.items():
-            self._kv.advance(sequence, count)
+        for sequence in now.sequences:
+            self._kv.advance(sequence, 1)
         if self._moves is not None:  # nothing is in flight
             moves, self._moves = self._moves, None
             self._residency.carry_out(moves)

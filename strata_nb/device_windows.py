@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,16 +161,15 @@ class Windows:
 
     def land(self, window: Window) -> Landed:
         """Wait for a window; what it has brought stays until the one after the next begins."""
-        words = self._flights.land(window.flight)
+        words, (counts, routes) = self._flights.land(window.flight), window.fetched
         count = len(window.sequences)
         tokens: list[int] = words[:count].tolist()
-        place, parts = count, list[npt.NDArray[np.int64] | None]()
-        for is_fetched, size in (
-            (window.fetched.routes, self._route_words),
-            (window.fetched.counts, self._counts.use_words),
-            (window.fetched.counts, self._counts.tally_words),
-        ):
-            parts.append(words[place : place + size] if is_fetched else None)
-            place += size if is_fetched else 0
-        routes, use, tally = parts
-        return Landed(tokens, use, tally, routes)
+        if not counts and not routes:
+            return Landed(tokens, None, None, None)
+        route_words = self._route_words if routes else 0
+        use_words, tally_words = self._counts.use_words, self._counts.tally_words
+        ends = np.cumsum([count, route_words, use_words, tally_words]).tolist()
+        chosen, use, tally = (words[start:end] for start, end in pairwise(ends))
+        return Landed(
+            tokens, use if counts else None, tally if counts else None, chosen if routes else None
+        )
