@@ -226,6 +226,18 @@ def test_a_filling_that_is_interrupted_while_it_names_experts_names_none(
     world.check()
 
 
+def test_an_arena_is_complete_when_every_expert_has_a_slot(world: World) -> None:
+    arena = arena_of(world)
+    assert not arena.is_complete
+    arena.fill(ALL)
+    assert not arena.is_complete  # there are fewer slots than experts
+    true = arena.expert_tier.copy()
+    arena.tiers[:] = Tier.SLOT
+    assert arena.is_complete
+    arena.tiers[:] = true
+    assert not arena.is_complete
+
+
 def test_without_slots_everything_is_read_in_place() -> None:
     world = World(slots=0)
     ledger = world.open()

@@ -14,9 +14,12 @@ from drawing_backend import DrawingBackend
 
 from strata_nb import Engine, Options, Sampling, backend
 from strata_nb.addresses import memory_view
+from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.device_model import DeviceModel
 from strata_nb.errors import StrataError
+from strata_nb.sampling import Choice, uniform
 from strata_nb.session import Generation, Session
+from strata_nb.steps import Row
 
 PROMPT = list(range(7, 27))
 WHOLE = "host:1x64MiB"  # room for all experts
@@ -184,6 +187,18 @@ def test_what_was_begun_behind_the_end_of_an_answer_leaves_nothing(small: Path) 
         check_same(small, use, **HALF)
 
 
+def test_a_block_that_a_dropped_window_took_is_free_again(small: Path) -> None:
+    with engine_of(small) as engine:
+        session, kv = begun(engine), model_of(engine).kv
+        generation = session.generate(sampling=Sampling(seed=3), ignore_eos=True)
+        while kv.length(session._sequence) < BLOCK_CELLS:
+            next(generation)
+        assert kv.live_blocks == 2
+        model_of(engine).report()
+        assert kv.live_blocks == 1
+        next(generation)
+
+
 def test_a_user_who_stops_looking_and_comes_back_sees_no_difference(small: Path) -> None:
     def use(engine: Engine) -> Sequence[Session]:
         session = begun(engine)
@@ -260,6 +275,70 @@ def test_routes_are_those_of_the_tokens_that_were_read(small: Path, tmp_path: Pa
     with engine_of(small, routing_trace=path, **HALF) as engine:
         assert np.array_equal(routes(engine, path), expected)
         assert device_of(engine).most_in_flight == 2
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_windows_of_several_rows_go_ahead_together(small: Path, count: int) -> None:
+    def texts(model: DeviceModel, ahead: bool) -> list[list[int]]:
+        sequences = [model.open_sequence() for _ in range(count)]
+        found = [[10 + sequence] for sequence in sequences]
+        choices = [
+            [Choice((), Sampling(), uniform(5, sequence, place)) for sequence in sequences]
+            for place in range(10)
+        ]
+        for place, how in enumerate(choices[:9]):
+            rows = [Row(s, text[-1], True) for s, text in zip(sequences, found, strict=True)]
+            drawn = model.choose(rows, how, choices[place + 1] if ahead else ())
+            for text, token in zip(found, drawn, strict=True):
+                text.append(token)
+        for sequence in sequences:
+            assert model.length(sequence) == 9
+            model.forget_sequence(sequence)
+        return found
+
+    with engine_of(small, ctx_size=512, **HALF) as engine:
+        model = model_of(engine)
+        expected = texts(model, ahead=False)
+        assert device_of(engine).most_in_flight == 1
+        assert texts(model, ahead=True) == expected
+        assert device_of(engine).most_in_flight == 2
+
+
+def test_a_window_that_was_not_foreseen_is_answered_as_if_nothing_had_been(small: Path) -> None:
+    """Another token, another choice, other rows: each drops what is ahead."""
+    choices = [Choice((), Sampling(), uniform(5, 0, place)) for place in range(5)]
+    with engine_of(small) as engine:
+        model = model_of(engine)
+        first, second = model.open_sequence(), model.open_sequence()
+
+        def begin() -> int:
+            model.rewind(first, 0)
+            model.rewind(second, 0)
+            (token,) = model.choose([Row(first, 3, True)], choices[:1])
+            (token,) = model.choose([Row(first, token, True)], choices[1:2], choices[2:3])
+            return token
+
+        def check(rows: list[Row], how: list[Choice], length: int = 2) -> None:
+            begin()
+            assert model._steps._ahead is not None
+            model.rewind(first, length)
+            found = model.choose(rows, how)
+            begin()
+            model.report()
+            assert model._steps._ahead is None
+            model.rewind(first, length)
+            assert model.choose(rows, how) == found
+
+        token = begin()
+        check([Row(first, token + 1, True)], choices[2:3])
+        check([Row(first, token, True)], choices[3:4])
+        check([Row(first, token, True)], [choices[2]._replace()])
+        check([Row(first, token, True)], choices[2:3])
+        check([Row(first, token, True)], choices[2:3], length=1)
+        check([Row(second, token, True)], choices[2:3])
+        check([Row(first, token, True), Row(second, 4, True)], choices[2:4])
+        check([Row(first, token, True), Row(first, 4, True)], choices[2:4])
+        check([Row(first, token, False), Row(first, 4, True)], choices[2:3])
 
 
 # Memory that moves.
