@@ -157,12 +157,12 @@ class Generation(Iterator[Token]):
     def _count(self) -> None:
         now = time.perf_counter()
         self.generated += 1
-        self._position += 1
         if self.generated == 1:
             self.first_token_s = now - self._started
         self.decode_s = now - self._started - self.first_token_s
         if self._left is not None:
             self._left -= 1
+        self._position += 1  # last: where Ctrl-C comes before, this generation is refused
 
     def _last_text(self, text: str) -> str:
         """Return `text` and what was held back, for nothing comes after it."""
