@@ -59,13 +59,14 @@ from docopt import docopt
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tools")]
 
-from results import device_name, write_result  # noqa: E402 - tools/ is no package
+from results import write_result  # noqa: E402 - tools/ is no package
 
 from strata_nb import cpu, host_pages, loading  # noqa: E402
 from strata_nb.backend import HostBackend  # noqa: E402
 from strata_nb.cache.capacity import Ledger  # noqa: E402
 from strata_nb.cache.experts import Filling  # noqa: E402
 from strata_nb.cache.profile import rank_by_use, save_profile  # noqa: E402
+from strata_nb.commands.provenance import device_name  # noqa: E402
 from strata_nb.card_backend import CardBackend  # noqa: E402
 from strata_nb.driver import CudaDriver  # noqa: E402
 from strata_nb.engine import Engine  # noqa: E402

@@ -211,8 +211,8 @@ def test_no_kernel_writes_between_the_buffers_of_a_step(
     # The record is sent as one run of memory, guards and all.
     pattern = np.full(GUARD_BYTES, PATTERN, np.uint8)
     with on_card(model_file) as model:
-        backend, buffers = model._backend, seen[-1]
-        sent = range(model._record.address, model._record.address + model._record.words.nbytes)
+        backend, buffers, record = model._backend, seen[-1], model._steps.record
+        sent = range(record.address, record.address + len(record.memory))
         guards = [address for address in buffers.guards if address not in sent]
         assert len(guards) > 20
         for address in guards:

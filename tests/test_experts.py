@@ -16,6 +16,7 @@ from strata_nb.cache.experts import ExpertArena, HostArena, Tier
 from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout, slot_budget
 from strata_nb.errors import ConfigError, DriverError, RuleViolation
 from strata_nb.options import expert_cache_size
+from strata_nb.shared_tables import SharedTable
 
 ALL = list(np.ndindex(len(BLOBS), EXPERTS))
 
@@ -262,7 +263,7 @@ def test_a_filling_writes_to_no_slot_that_another_expert_got(world: World) -> No
     world.check()
 
 
-class InterruptedTable(np.ndarray):
+class InterruptedTable(SharedTable):
     """A table whose n-th write is interrupted, as by Ctrl-C."""
 
     left = 0
@@ -279,16 +280,28 @@ def test_a_filling_that_is_interrupted_while_it_names_experts_names_none(
     world: World, nth: int
 ) -> None:
     arena = arena_of(world)
-    table = arena.expert_address
-    arena.expert_address = table.view(InterruptedTable)
-    arena.expert_address.left = nth
+    table = arena.addresses
+    arena.addresses = InterruptedTable(table.receive())
+    arena.addresses.left = nth
     with pytest.raises(KeyboardInterrupt):
         arena.fill([(0, 1), (1, 1), (2, 2)])
-    arena.expert_address = table
+    arena.addresses = table
     assert arena.resident == 0
     world.check()
     assert arena.fill(ALL) == 7
     world.check()
+
+
+def test_an_arena_is_complete_when_every_expert_has_a_slot(world: World) -> None:
+    arena = arena_of(world)
+    assert not arena.is_complete
+    arena.fill(ALL)
+    assert not arena.is_complete  # there are fewer slots than experts
+    true = arena.expert_tier.copy()
+    arena.tiers[:] = Tier.SLOT
+    assert arena.is_complete
+    arena.tiers[:] = true
+    assert not arena.is_complete
 
 
 def test_without_slots_everything_is_read_in_place() -> None:
@@ -313,19 +326,19 @@ def test_blobs_that_are_not_aligned_are_refused(world: World) -> None:
 
 
 def name_another_slot(arena: ExpertArena) -> None:
-    arena.expert_address[2, 0] += 256
+    arena.addresses[2, 0] = arena.expert_address[2, 0] + 256
 
 
 def name_another_place_of_the_host(arena: ExpertArena) -> None:
-    arena.expert_address[2, 3] = arena.expert_address[2, 2]
+    arena.addresses[2, 3] = arena.expert_address[2, 2]
 
 
 def set_a_tier_that_is_not_true(arena: ExpertArena) -> None:
-    arena.expert_tier[2, 3] = Tier.SLOT
+    arena.tiers[2, 3] = Tier.SLOT
 
 
 def name_one_slot_twice(arena: ExpertArena) -> None:
-    arena.expert_address[0, 1], arena.expert_tier[0, 1] = arena.expert_address[2, 0], Tier.SLOT
+    arena.addresses[0, 1], arena.tiers[0, 1] = arena.expert_address[2, 0], Tier.SLOT
 
 
 def book_two_slots_for_one_expert(arena: ExpertArena) -> None:
@@ -334,8 +347,8 @@ def book_two_slots_for_one_expert(arena: ExpertArena) -> None:
 
 
 def book_an_expert_that_left(arena: ExpertArena) -> None:
-    arena.expert_address[2, 0] = arena._in_place[2, 0]
-    arena.expert_tier[2, 0] = Tier.IN_PLACE
+    arena.addresses[2, 0] = arena._in_place[2, 0]
+    arena.tiers[2, 0] = Tier.IN_PLACE
 
 
 def book_an_expert_that_is_not_there(arena: ExpertArena) -> None:
