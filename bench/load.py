@@ -66,8 +66,8 @@ from strata_nb.backend import HostBackend  # noqa: E402
 from strata_nb.cache.capacity import Ledger  # noqa: E402
 from strata_nb.cache.experts import Filling  # noqa: E402
 from strata_nb.cache.profile import rank_by_use, save_profile  # noqa: E402
-from strata_nb.commands.provenance import device_name  # noqa: E402
 from strata_nb.card_backend import CardBackend  # noqa: E402
+from strata_nb.commands.provenance import device_name  # noqa: E402
 from strata_nb.driver import CudaDriver  # noqa: E402
 from strata_nb.engine import Engine  # noqa: E402
 from strata_nb.formats import TensorType, row_bytes  # noqa: E402

@@ -35,20 +35,16 @@ NAMES = [*(name for name in KERNELS if name not in FUSED), *CARD_KERNELS]
 ROUTERS = ((8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8))
 
 
-def _together(kinds: Sequence[T], values: int, *, norm: bool) -> tuple[Launch, ...]:
-    """Return products of one row, behind a norm or not, as a card may launch them together."""
-    x = 1 if kinds[0] in PACKED else 2
-    products = [shaped("linear", kind, x=x, values=values) for kind in kinds]
-    apart = [one._replace(waits=number == 0) for number, one in enumerate(products)]
-    before = [shaped("rms_norm", packed=1, out=2, x=3, parts=1, width=values)]
-    return *(before if norm else []), *apart
+def _together(kinds: Sequence[T], values: int) -> tuple[Launch, ...]:
+    """Return products of one row, which a card launches together."""
+    products = [shaped("linear", kind, values=values) for kind in kinds]
+    return tuple(one._replace(waits=number == 0) for number, one in enumerate(products))
 
 
 TOGETHER = [
-    _together(kinds, values, norm=norm)
-    for kinds in ((T.Q4_K, T.Q4_K, T.Q6_K), (T.Q5_K, T.Q8_0), (T.IQ3_S,), (T.F32,), (T.BF16,))
+    _together(kinds, values)
+    for kinds in ((T.Q4_K, T.Q4_K, T.Q6_K), (T.Q5_K, T.Q8_0))
     for values in (512, 2048, 8192)
-    for norm in (False, True)
 ]
 
 Kernels = dict[str, tuple[GpuKernel, Sequence[str]]]

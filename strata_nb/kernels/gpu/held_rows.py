@@ -1,229 +1,146 @@
-"""Norm and quantise a row whose values are all in registers, sixteen in a row to each thread.
+"""Norm and quantise a row whose values are all in registers, four in a row to each thread.
 
-    loaded    4 x 4 values
-    normed    times their weights, over the root mean square
-    quants    of half a sub-block; two neighbours are a sub-block
-
-Sums add a thread's sixteen in ascending order with one rounding each (fma), then those of a warp by
-`warp_sum`, then the warps in ascending order. So a row has the same bits whichever kernel does it:
-the norm that stands alone, or a product that norms its row first, in every block anew, because that
-takes less time than to wait for a kernel that does it once.
-
-A row has 512 values for each warp, which are 1, 2, 4, 8 or 16: `warps_that_hold`.
+Sums add a thread's four in ascending order with one rounding each (fma), then those of a warp by
+`warp_sum`, then the warps by `block_sum`. A warp has four sub-blocks, eight threads each.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from strata_nb.kernels.gpu.intrinsics import (
-    barrier,
+    WARP,
+    await_previous,
     bits_of_f32,
+    block_x,
+    block_y,
     dp4a,
     f32,
     f32_of_bits,
     f32_of_i32,
     fetch_4xf32,
     fma,
+    hold,
     i32,
     i64,
     load_4xf32,
+    load_i64,
     nearest_i32,
-    shared_load_f32,
-    shared_store_f32,
-    shared_store_i32,
     shuffle_xor_i32,
     square_root,
     store_f32,
     store_i32,
+    thread_index,
 )
-from strata_nb.kernels.gpu.operations import warp_sum
-from strata_nb.kernels.quantised_rows import HALF_SUMS, SCALES, SMALLEST, SUMS
+from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, Grid, block_sum
+from strata_nb.kernels.quantised_rows import (
+    HALF_SUMS,
+    SCALES,
+    SMALLEST,
+    SUB_BLOCK_BYTES,
+    SUMS,
+)
 
-HELD = 16  # values of a thread
-WARP_VALUES = 32 * HELD
-_MOST_WARPS = 16
+HELD = 4  # values of a thread
+_MOST_THREADS = 1024
+_REGISTERS = 64  # of a thread where a block has the most of them
 _MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
 _ONES = 0x01010101
 
 
-def warps_that_hold(width: int) -> int:
-    """Return how many warps hold a row of a width, 0 where none of the numbers above does."""
-    warps = width // WARP_VALUES
-    fits = width == warps * WARP_VALUES and 0 < warps <= _MOST_WARPS and not warps & (warps - 1)
-    return warps if fits else 0
-
-
-def fetch_held(place: int, thread: int) -> Any:
-    """Return the sixteen weights of a thread."""
-    own = place + 4 * HELD * thread
-    return (
-        *fetch_4xf32(own),
-        *fetch_4xf32(own + 16),
-        *fetch_4xf32(own + 32),
-        *fetch_4xf32(own + 48),
-    )
-
-
-def load_held(place: int, thread: int) -> Any:
-    """Return the sixteen values of a thread."""
-    own = place + 4 * HELD * thread
-    return *load_4xf32(own), *load_4xf32(own + 16), *load_4xf32(own + 32), *load_4xf32(own + 48)
-
-
-def squares_of(values: Any) -> Any:
-    """Return the sum of the squares of a warp's values."""
-    a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = values  # noqa: E741 - sixteen
-    total = fma(d, d, fma(c, c, fma(b, b, fma(a, a, f32(0.0)))))
-    total = fma(h, h, fma(g, g, fma(f, f, fma(e, e, total))))
-    total = fma(l, l, fma(k, k, fma(j, j, fma(i, i, total))))
-    return warp_sum(fma(p, p, fma(o, o, fma(n, n, fma(m, m, total)))))
-
-
-def divisor_of(squares: Any, thread: int, warps: int, width: int, eps: Any, sums: int) -> Any:
-    """Return one over the root mean square of a row; all threads of the block take part.
-
-    squares   what `squares_of` gave; of threads beyond those that hold the row it does not count
-    sums      where in shared memory there is room for a float of each warp
-    """
-    if thread & 31 == 0 and thread >> 5 < warps:
-        shared_store_f32(sums + 4 * (thread >> 5), squares)
-    barrier()
-    total, other = shared_load_f32(sums), 1
-    while other < warps:
-        total += shared_load_f32(sums + 4 * other)
-        other += 1
-    return f32(1.0) / square_root(total / f32_of_i32(i32(width)) + eps)
-
-
-def scaled(values: Any, factor: Any, weights: Any) -> Any:
-    """Return sixteen values times a factor times their weights."""
-    a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = values  # noqa: E741
-    wa, wb, wc, wd, we, wf, wg, wh, wi, wj, wk, wl, wm, wn, wo, wp = weights
-    return (
-        a * factor * wa,
-        b * factor * wb,
-        c * factor * wc,
-        d * factor * wd,
-        e * factor * we,
-        f * factor * wf,
-        g * factor * wg,
-        h * factor * wh,
-        i * factor * wi,
-        j * factor * wj,
-        k * factor * wk,
-        l * factor * wl,
-        m * factor * wm,
-        n * factor * wn,
-        o * factor * wo,
-        p * factor * wp,
-    )
-
-
-def store_held(values: Any, place: int, thread: int) -> None:
-    """Write sixteen values to a row of floats."""
-    a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = values  # noqa: E741
-    own = place + 4 * HELD * thread
-    _store_four(own, a, b, c, d)
-    _store_four(own + 16, e, f, g, h)
-    _store_four(own + 32, i, j, k, l)
-    _store_four(own + 48, m, n, o, p)
-
-
-def _store_four(place: int, a: Any, b: Any, c: Any, d: Any) -> None:
-    store_f32(place, a)
-    store_f32(place + 4, b)
-    store_f32(place + 8, c)
-    store_f32(place + 12, d)
-
-
-def share_held(values: Any, place: int, thread: int) -> None:
-    """Write sixteen values to a row of floats in shared memory."""
-    a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = values  # noqa: E741
-    own = place + 4 * HELD * thread
-    _share_four(own, a, b, c, d)
-    _share_four(own + 16, e, f, g, h)
-    _share_four(own + 32, i, j, k, l)
-    _share_four(own + 48, m, n, o, p)
-
-
-def _share_four(place: int, a: Any, b: Any, c: Any, d: Any) -> None:
-    shared_store_f32(place, a)
-    shared_store_f32(place + 4, b)
-    shared_store_f32(place + 8, c)
-    shared_store_f32(place + 12, d)
-
-
-# -- quantised rows --------------------------------------------------------------------------------
+def threads_that_hold(width: int) -> int:
+    """Return how many threads hold a row of a width, 0 where no block of whole warps does."""
+    threads = width // HELD
+    fits = width % (HELD * WARP) == 0 and 0 < threads <= _MOST_THREADS
+    return threads if fits else 0
 
 
 def _magnitude(a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Return the bits of the largest magnitude of four: NaN > infinity > all others."""
+    """Return the bits of the largest magnitude of a sub-block: NaN > infinity > all others."""
     first = max(bits_of_f32(a) & _MAGNITUDE, bits_of_f32(b) & _MAGNITUDE)
-    return max(first, bits_of_f32(c) & _MAGNITUDE, bits_of_f32(d) & _MAGNITUDE)
+    bits = i32(max(first, bits_of_f32(c) & _MAGNITUDE, bits_of_f32(d) & _MAGNITUDE))
+    bits = i32(max(bits, shuffle_xor_i32(bits, 1)))
+    bits = i32(max(bits, shuffle_xor_i32(bits, 2)))
+    return i32(max(bits, shuffle_xor_i32(bits, 4)))
 
 
-def _word(a: Any, b: Any, c: Any, d: Any, factor: Any) -> Any:
-    """Return four quants as the bytes of a word."""
-    low = nearest_i32(a * factor) & 255 | (nearest_i32(b * factor) & 255) << 8
-    return i32(low | (nearest_i32(c * factor) & 255) << 16 | nearest_i32(d * factor) << 24)
-
-
-def quants_of(values: Any) -> Any:
-    """Return what a quantised row has of sixteen values: four words of quants, the scale, the sum
-    of the quants, and that of the whole sub-block.
-
-    As `activations.quantise_sub_block`; whole warps take part.
-    """
-    a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = values  # noqa: E741
-    bits = max(
-        _magnitude(a, b, c, d),
-        _magnitude(e, f, g, h),
-        _magnitude(i, j, k, l),
-        _magnitude(m, n, o, p),
-    )
-    bits = max(i32(bits), shuffle_xor_i32(i32(bits), 1))
-    magnitude = f32_of_bits(i32(bits))
-    scale = f32(0.0)
-    first = second = third = fourth = i32(0)
+def _quantise(a: Any, b: Any, c: Any, d: Any, thread: Any, row: Any, sub_blocks: Any) -> None:
+    """Write a thread's values 4 * thread .. + 3 to a quantised row, as
+    `activations.quantise_sub_block` does; whole warps take part."""
+    bits = _magnitude(a, b, c, d)
+    magnitude, scale, word = f32_of_bits(bits), f32(0.0), i32(0)
     if bits >= _INFINITY:
         scale = f32_of_bits(_NAN)
     elif magnitude >= f32(SMALLEST):
         scale = magnitude / f32(127.0)
         factor = f32(127.0) / magnitude
-        first, second = _word(a, b, c, d, factor), _word(e, f, g, h, factor)
-        third, fourth = _word(i, j, k, l, factor), _word(m, n, o, p, factor)
-    half = dp4a(first, _ONES, dp4a(second, _ONES, dp4a(third, _ONES, dp4a(fourth, _ONES, 0))))
-    return first, second, third, fourth, scale, half, i32(half + shuffle_xor_i32(half, 1))
-
-
-def store_quants(quants: Any, row: int, thread: int, sub_blocks: int) -> None:
-    """Write what `quants_of` gave to a quantised row."""
-    first, second, third, fourth, scale, half, whole = quants
-    own = row + HELD * thread
-    store_i32(own, first)
-    store_i32(own + 4, second)
-    store_i32(own + 8, third)
-    store_i32(own + 12, fourth)
-    store_i32(row + HALF_SUMS * sub_blocks + 4 * thread, half)
-    if thread & 1 == 0:
-        number = i64(thread) >> 1
+        low = nearest_i32(a * factor) & 255 | (nearest_i32(b * factor) & 255) << 8
+        word = i32(low | (nearest_i32(c * factor) & 255) << 16 | nearest_i32(d * factor) << 24)
+    half = dp4a(word, _ONES, 0)
+    half = i32(half + shuffle_xor_i32(half, 1))
+    half = i32(half + shuffle_xor_i32(half, 2))
+    whole = i32(half + shuffle_xor_i32(half, 4))
+    number = thread >> 3
+    store_i32(row + HELD * thread, word)
+    if thread & 3 == 0:
+        store_i32(row + HALF_SUMS * sub_blocks + thread, half)
+    if thread & 7 == 0:
         store_f32(row + SCALES * sub_blocks + 4 * number, scale)
         store_i32(row + SUMS * sub_blocks + 4 * number, whole)
 
 
-def share_quants(quants: Any, row: int, thread: int, sub_blocks: int) -> None:
-    """Write what `quants_of` gave to a quantised row in shared memory."""
-    first, second, third, fourth, scale, half, whole = quants
-    own = row + HELD * thread
-    shared_store_i32(own, first)
-    shared_store_i32(own + 4, second)
-    shared_store_i32(own + 8, third)
-    shared_store_i32(own + 12, fourth)
-    shared_store_i32(row + HALF_SUMS * sub_blocks + 4 * thread, half)
-    if thread & 1 == 0:
-        number = i64(thread) >> 1
-        shared_store_f32(row + SCALES * sub_blocks + 4 * number, scale)
-        shared_store_i32(row + SUMS * sub_blocks + 4 * number, whole)
+@cache
+def held_norm_kernel(threads: int) -> GpuKernel:
+    """Return `rms_norm` of the table for parts that so many threads hold.
+
+    The weights are there before the launch in front has ended.
+    """
+
+    def rms_norm(
+        rows: int,
+        index: int,
+        x: int,
+        weight: int,
+        out: int,
+        packed: int,
+        parts: int,
+        width: int,
+        eps: float,
+    ) -> None:
+        part, row, thread = i64(block_x()), i64(block_y()), i64(thread_index())
+        wa, wb, wc, wd = fetch_4xf32(weight + 4 * HELD * thread)
+        hold(bits_of_f32(wa))
+        await_previous()
+        exists = row < load_i64(rows)
+        source = row
+        if index != 0:
+            source = load_i64(index + 8 * row) if exists else i64(0)
+        before = part * width
+        a, b, c, d = load_4xf32(x + 4 * (source * parts * width + before + HELD * thread))
+        total = fma(d, d, fma(c, c, fma(b, b, fma(a, a, f32(0.0)))))
+        total = block_sum(total, thread, threads >> 5)
+        factor = f32(1.0) / square_root(total / f32_of_i32(i32(width)) + eps)
+        a, b, c, d = a * factor * wa, b * factor * wb, c * factor * wc, d * factor * wd
+        if not exists:
+            return
+        if out != 0:
+            place = out + 4 * (row * parts * width + before + HELD * thread)
+            store_f32(place, a)
+            store_f32(place + 4, b)
+            store_f32(place + 8, c)
+            store_f32(place + 12, d)
+        if packed != 0:
+            sub_blocks = (parts * width) >> 5
+            row_of = packed + SUB_BLOCK_BYTES * sub_blocks * row
+            _quantise(a, b, c, d, thread + (before >> 2), row_of, sub_blocks)
+
+    return GpuKernel(
+        f"rms_norm_held_{threads}", rms_norm, threads, _grid, lambda _: 4 * WARP, _REGISTERS
+    )
+
+
+def _grid(arguments: Arguments, most_rows: int) -> Grid:
+    return arguments["parts"], most_rows, 1

@@ -8,7 +8,7 @@ left then becomes the card's kernel for it.
     with_runs        a layer's attention
     with_routes      a layer's routing and experts
     with_shares      a choice of tokens in two launches
-    with_products    norms and products of the same row
+    with_products    products of a single row
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from strata_nb.kernels.program import Launch, Program
 def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows."""
     found = list(with_shares(with_routes(list(with_runs(program)))))
-    made = with_products(found, rows)
-    return [one if isinstance(one, CardLaunch) else card_launch(one) for one in made]
+    if rows == 1:
+        found = list(with_products(found))
+    return [one if isinstance(one, CardLaunch) else card_launch(one) for one in found]
 
 
 def with_shares(program: Iterable[Launch | CardLaunch]) -> Iterator[Launch | CardLaunch]:
