@@ -11,23 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_nb import cpu
 from strata_nb.addresses import memory_view
 from strata_nb.card_opening import Record, open_card, open_first_card
+from strata_nb.errors import StrataError, UnsupportedDevice
 from strata_nb.execution import Driver
 from strata_nb.host import HostDriver, parse_host_devices
 from strata_nb.kernels.host.ahead import compile_ahead
 from strata_nb.kernels.host.functions import WorkSpace, prepare
+from strata_nb.kernels.host.reading import read_passes
 from strata_nb.kernels.host.threads import PreparedProgram, Threads
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
+from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress, Say
 from strata_nb.shared_tables import SharedTable
 from strata_nb.tracing import Recorder, RecordingDriver
+
+if TYPE_CHECKING:
+    from strata_nb.card_profile import WindowProfile
+
+# That are read to measure the host's memory, more than caches hold; where memory is short, less.
+PLAIN_READ_BYTES, PLAIN_READ_LEAST = 1 << 30, 128 << 20
 
 
 class Flights(Protocol):
@@ -66,6 +76,7 @@ class Backend(Protocol[Prepared]):
     of_host     whether the device is made of the host's memory, so that what it holds counts there
     most_rows   of one step; None: as many as there are buffers for
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
+    attends_in_runs   whether attention needs work space for runs of cells (`kernels/runs.py`)
     outside_bytes   of the device that the ledger leaves alone: its driver needs them for itself
     reserve_bytes   of the device that stay free for others where nothing else is asked for
     threads     that load, and that compute where the host computes
@@ -92,6 +103,9 @@ class Backend(Protocol[Prepared]):
 
     @property
     def chooses_tokens(self) -> bool: ...
+
+    @property
+    def attends_in_runs(self) -> bool: ...
 
     @property
     def outside_bytes(self) -> int: ...
@@ -139,6 +153,17 @@ class Backend(Protocol[Prepared]):
     def wait(self) -> None:
         """Wait until every run has ended."""
 
+    def plain_read(self) -> PlainRead:
+        """Measure how fast the device's memory can be read; StrataError where that cannot be."""
+
+    def profile(self, programs: Sequence[Program], rows: int, kv_layer_bytes: int) -> WindowProfile:
+        """Measure where the time goes of programs that follow each other, as the last step did.
+
+        Nothing of it stays. UnsupportedDevice where programs are no graphs.
+
+        kv_layer_bytes   of K/V that attention reads in a layer
+        """
+
     def flights(self, sent_bytes: int, fetched_bytes: int) -> Flights | None:
         """Return what begins windows and takes their results later; None where a run has ended
         when it returns.
@@ -157,7 +182,7 @@ class HostBackend:
     """
 
     device = 0
-    of_host, most_rows, chooses_tokens = True, None, False
+    of_host, most_rows, chooses_tokens, attends_in_runs = True, None, False, False
     outside_bytes = reserve_bytes = 0
 
     def __init__(self, text: str, threads: int, recorder: Recorder | None = None) -> None:
@@ -207,6 +232,23 @@ class HostBackend:
 
     def wait(self) -> None:
         """Do nothing: a run has ended when it returns."""
+
+    def plain_read(self) -> PlainRead:
+        available = cpu.available_memory_bytes()
+        size = min(PLAIN_READ_BYTES, available // 4)
+        if size < PLAIN_READ_LEAST:
+            raise StrataError(
+                f"{available:,} bytes of memory are available: a quarter of them is read, which "
+                f"must be {PLAIN_READ_LEAST:,} at least, more than caches hold",
+                hint="end other programs",
+            )
+        return PlainRead(size, tuple(read_passes(np.ones(size, np.uint8), self.threads)))
+
+    def profile(self, programs: Sequence[Program], rows: int, kv_layer_bytes: int) -> WindowProfile:
+        raise UnsupportedDevice(
+            f"the device {self.name} runs programs in threads, and has no graphs to look into",
+            hint="--device cuda has",
+        )
 
     def flights(self, sent_bytes: int, fetched_bytes: int) -> None:
         """Return none: a run has ended when it returns."""

@@ -98,6 +98,8 @@ class CudaPrograms(CudaStreams):
         shared_bytes: int,
         stream: int,
         arguments: Buffer,
+        *,
+        overlaps: bool = False,
     ) -> None:
         device = self._streams.find(stream).device
         packed = bytes(arguments)
@@ -109,15 +111,16 @@ class CudaPrograms(CudaStreams):
             ctypes.addressof(size),
             cuda.LAUNCH_PARAM_END,
         )
+        config = cuda.LaunchConfig(*grid, *block, shared_bytes, stream)
+        if overlaps:
+            allowed = cuda.LaunchAttribute(cuda.PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+            config.attrs, config.numAttrs = ctypes.pointer(allowed), 1
         self._calls.call(
             "launch",
             device,
-            "cuLaunchKernel",
+            "cuLaunchKernelEx",
+            byref(config),
             function,
-            *grid,
-            *block,
-            shared_bytes,
-            stream,
             None,
             extra if packed else None,
             numbers={

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from ctypes import (
     POINTER,
     c_char_p,
+    c_float,
     c_int,
     c_size_t,
     c_ubyte,
@@ -72,8 +73,9 @@ GRANULARITY_MINIMUM, GRANULARITY_RECOMMENDED = 0, 1
 MEMHOSTALLOC_PORTABLE_DEVICEMAP = 0x01 | 0x02
 MEMHOSTREGISTER_PORTABLE_DEVICEMAP = 0x01 | 0x02
 STREAM_NON_BLOCKING = 0x1
-EVENT_DISABLE_TIMING = 0x2
+EVENT_DEFAULT, EVENT_DISABLE_TIMING = 0x0, 0x2
 STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 LAUNCH_PARAM_END, LAUNCH_PARAM_BUFFER_POINTER, LAUNCH_PARAM_BUFFER_SIZE = 0, 1, 2
 JIT_ERROR_LOG_BUFFER, JIT_ERROR_LOG_BUFFER_SIZE_BYTES = 5, 6
 
@@ -117,8 +119,28 @@ class AccessDesc(ctypes.Structure):
     _fields_ = [("location", Location), ("flags", c_int)]
 
 
+class LaunchAttribute(ctypes.Structure):
+    """Be a CUlaunchAttribute whose value is an integer, the first bytes of a union of 64."""
+
+    _fields_ = [("id", c_int), ("pad", c_int), ("value", c_int), ("rest", c_ubyte * 60)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """Be a CUlaunchConfig."""
+
+    _fields_ = [
+        *((f"{part}Dim{axis}", c_uint) for part in ("grid", "block") for axis in "XYZ"),
+        ("sharedMemBytes", c_uint),
+        ("hStream", c_void_p),
+        ("attrs", POINTER(LaunchAttribute)),
+        ("numAttrs", c_uint),
+    ]
+
+
 # sizeof() and offsetof() of a C program over the same header.
 for _structure, _size, _field, _offset in (
+    (LaunchAttribute, 72, "value", 8),
+    (LaunchConfig, 56, "attrs", 40),
     (Location, 8, "id", 4),
     (AllocationProp, 32, "allocFlags", 24),
     (AccessDesc, 12, "flags", 8),
@@ -163,7 +185,6 @@ _Pointer = c_uint64  # CUdeviceptr
 _Handle = c_uint64  # CUmemGenericAllocationHandle
 _Object = c_void_p  # CUcontext, CUstream, CUevent, CUmodule, CUfunction, CUgraph, CUgraphExec
 _Flags64 = c_uint64  # unsigned long long
-_Dimensions = (c_uint,) * 6
 
 _ROWS = (
     # (unsigned int flags)
@@ -259,6 +280,8 @@ _ROWS = (
     Prototype("cuEventQuery", 2000, (_Object,)),
     # (CUevent hEvent)
     Prototype("cuEventSynchronize", 2000, (_Object,)),
+    # (float *pMilliseconds, CUevent hStart, CUevent hEnd)
+    Prototype("cuEventElapsedTime", 2000, (POINTER(c_float), _Object, _Object)),
     # Work.
     # (CUdeviceptr dst, CUdeviceptr src, size_t ByteCount, CUstream hStream)
     Prototype("cuMemcpyAsync", 4000, (_Pointer, _Pointer, c_size_t, _Object)),
@@ -266,12 +289,11 @@ _ROWS = (
     Prototype("cuMemsetD8Async", 3020, (_Pointer, c_ubyte, c_size_t, _Object)),
     # (CUstream hStream, CUhostFn fn, void *userData)
     Prototype("cuLaunchHostFunc", 10000, (_Object, HostFunction, py_object)),
-    # (CUfunction f, unsigned int gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ,
-    #  unsigned int sharedMemBytes, CUstream hStream, void **kernelParams, void **extra)
+    # (const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
     Prototype(
-        "cuLaunchKernel",
-        4000,
-        (_Object, *_Dimensions, c_uint, _Object, POINTER(c_void_p), POINTER(c_void_p)),
+        "cuLaunchKernelEx",
+        11060,
+        (POINTER(LaunchConfig), _Object, POINTER(c_void_p), POINTER(c_void_p)),
     ),
     # Modules.
     # (CUmodule *module, const void *image, unsigned int numOptions, CUjit_option *options, void

@@ -17,21 +17,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb import device_needs, loading, models
+from strata_nb import device_needs, device_room, loading, models
 from strata_nb.backend import Backend
 from strata_nb.cache.accounts import Change
 from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.elastic import ElasticKV
 from strata_nb.cache.experts import ExpertArena, HostArena
 from strata_nb.cache.kv import KVCache
-from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout
+from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout, blocks_for
 from strata_nb.cache.look import Look
-from strata_nb.cache.plan import Needs, plan_device
+from strata_nb.cache.plan import Memory, Needs, plan_device
 from strata_nb.cache.policy import Insertion, Maker, static, swaps
 from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_profile
 from strata_nb.cache.residency import Residency
@@ -47,11 +47,15 @@ from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPlaces, KVPlaces, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options
+from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress
 from strata_nb.sampling import Choice
 from strata_nb.shared_tables import SharedTable
 from strata_nb.steps import DeviceReport, ModelReport, Row, closed_error
 from strata_nb.tracing import Announce
+
+if TYPE_CHECKING:
+    from strata_nb.card_profile import WindowProfile
 
 SEQUENCES = 16  # rows of the block table
 HEAD_ROWS = 32  # whose logits are computed at a time: 20 MB for a vocabulary of 150,000
@@ -66,6 +70,7 @@ class _Sizes(NamedTuple):
     experts: loading.ExpertLayout | None
     slots: SlotLayout
     kv: KVLayout
+    table_width: int  # K/V blocks of a sequence
     rope_bytes: int
 
 
@@ -80,7 +85,8 @@ class Reserved(NamedTuple):
 class DeviceModel:
     """Run steps of a model on a backend's device; `steps.StepModel` says what each method does.
 
-    `arena`, `kv` and `ledger` may be looked at between steps.
+    `arena`, `kv` and `ledger` may be looked at between steps. `off` says what the device does not
+    do since it was opened, and why.
     """
 
     def __init__(
@@ -101,6 +107,7 @@ class DeviceModel:
         self.description = description
         self.max_rows = max_rows
         self.warnings: list[str] = []
+        self.off: list[str] = []
         self._backend = backend
         self._forgotten: deque[int] = deque()
         self._process = os.getpid()
@@ -132,14 +139,15 @@ class DeviceModel:
         unplaced, weight_bytes = loading.dense_layout(file, sizes.dense)
         measured, buffer_bytes = self._emit(sizes, unplaced, Buffers(), placed=False)
         needs = Needs(
-            dense_bytes=device_needs.plain_bytes(weight_bytes, buffer_bytes)
-            + backend.outside_bytes,
+            dense_bytes=device_needs.plain_bytes(weight_bytes, buffer_bytes),
             reserve_bytes=device_needs.reserve_bytes(options, backend),
             kv=sizes.kv,
             kv_cells=ctx_size if rules is None else rules.init_cells,
             kv_most_cells=ctx_size,
             slots=sizes.slots if wanted_slots != 0 else None,
             slots_wanted=wanted_slots,
+            outside_bytes=backend.outside_bytes,
+            limit_bytes=device_needs.limit_bytes(options, backend),
         )
         expert_bytes = sizes.experts.size_bytes if sizes.experts else 0
         self.warnings += loading.check_memory(device_needs.host_bytes(expert_bytes, needs, backend))
@@ -164,8 +172,9 @@ class DeviceModel:
             "block", device=device, owner="weights", address=weights.address, size=weight_bytes
         )
         host = HostArena(0, 0, np.zeros((0, 0), np.int64))
+        loaded: loading.HostExperts | None = None
         if sizes.experts is not None:
-            loaded = loading.load_experts(
+            loaded = loading.begin_experts(  # read while the rest is laid out
                 file,
                 sizes.stacks,
                 sizes.experts,
@@ -176,9 +185,6 @@ class DeviceModel:
             )
             undo.callback(loaded.close)
             host = loaded.arena
-            for offset, size in sizes.experts.blocks:
-                address = host.address + offset
-                self._tell("block", device=None, owner="host", address=address, size=size)
 
         stream = driver.stream_create(device)
         undo.callback(driver.stream_destroy, stream)
@@ -219,10 +225,6 @@ class DeviceModel:
         ranks = np.full(host.offsets.shape, -1, np.int32)
         if self._prior is not None:
             ranks = self._prior.ranks()
-            order = self._prior.order()
-            for rank, pair in enumerate(order, start=1):
-                self.arena.prior[pair] = 1 - rank / (len(order) + 1)
-            self.arena.fill(order)
         self._residency = Residency(self.arena, ranks, policy_maker(options), say=say)
         self.ledger.heat = self._residency.heat
         self._steps = DeviceSteps(
@@ -238,6 +240,27 @@ class DeviceModel:
             vocabulary=model.vocab_size,
             top_k=model.top_k,
         )
+        self._fill(loaded)
+        if backend.has_slots:
+            self.warnings += device_room.keep_free(self.ledger, say)
+            experts = model.layers * model.experts
+            self.off += device_needs.switched_off(options, plan, self.arena.usable_slots, experts)
+
+    def _fill(self, loaded: loading.HostExperts | None) -> None:
+        """Wait for the experts, and copy those that the profile ranks to slots as they come."""
+        order = self._prior.order() if self._prior is not None else []
+        for rank, pair in enumerate(order, start=1):
+            self.arena.prior[pair] = 1 - rank / (len(order) + 1)
+        if loaded is None:
+            return
+        filling = self.arena.begin_fill(order)
+
+        def ready(address: int, size: int) -> None:
+            self._tell("block", device=None, owner="host", address=address, size=size)
+            filling.copy(address, size)
+
+        loaded.finish(ready)
+        filling.finish()
 
     def _emit(
         self,
@@ -256,7 +279,7 @@ class DeviceModel:
         share = self._backend.share
         kv = KVPlaces(
             table=share(self.kv.blocks) if placed else 0,
-            table_width=self.kv.table.shape[1] if placed else 0,
+            table_width=sizes.table_width,
             key_type=sizes.kv.key.cache_type,
             value_type=sizes.kv.value.cache_type,
             key_offsets=[sizes.kv.part_offset(layer, "k") for layer in range(model.layers)],
@@ -287,6 +310,7 @@ class DeviceModel:
             head_rows=min(HEAD_ROWS, self.max_rows),
             packed_row_bytes=self._backend.packed_row_bytes,
             chooses_tokens=self._backend.chooses_tokens,
+            attends_in_runs=self._backend.attends_in_runs,
         )
         return programs, buffers.size_bytes
 
@@ -392,6 +416,30 @@ class DeviceModel:
         self._opened()
         return self._steps.chosen(rows)
 
+    # Measuring.
+
+    def step_bytes(self, cells: int) -> int:
+        """Return the bytes that a step of one row reads: weights, and K/V of so many cells."""
+        kv_bytes = cells * self.kv.layout.block_bytes // BLOCK_CELLS
+        return self.description.row_weight_bytes + kv_bytes
+
+    def plain_read(self) -> PlainRead:
+        """Measure how fast the device's memory can be read; StrataError where that cannot be."""
+        with self._turn:
+            self._settle()
+            return self._backend.plain_read()
+
+    def profile(self, cells: int) -> WindowProfile:
+        """Measure where the time of the last step goes, which had one row behind so many cells.
+
+        UnsupportedDevice where programs are no graphs.
+        """
+        with self._turn:
+            self._settle()
+            programs = [self._programs.body, self._programs.head, self._programs.choice]
+            kv_layer_bytes = cells * self.kv.layout.layer_bytes // BLOCK_CELLS
+            return self._backend.profile(programs, 1, kv_layer_bytes)
+
     # The rest.
 
     def report(self) -> ModelReport:
@@ -403,16 +451,21 @@ class DeviceModel:
 
     def _report(self) -> ModelReport:
         ledger = self.ledger.describe()
-        free_bytes = None
+        owners = ledger.bytes_by_owner
+        memory: Memory | None = None
         if self._backend.has_slots:
-            free_bytes, _ = self._backend.driver.mem_info(self._backend.device)
+            memory = self.ledger.memory()
+            owners["outside"] = self.ledger.outside_bytes(memory)
         device = DeviceReport(
             self._backend.name,
-            free_bytes,
+            memory and memory.free_bytes,
+            memory and memory.total_bytes,
+            memory and memory.device_bytes,
+            self.ledger.reserve_bytes,
             ledger.slots,
             ledger.resident,
             ledger.kv_cells,
-            ledger.bytes_by_owner,
+            owners,
         )
         hits, misses = self.arena.tally.tolist()
         moved = self._residency
@@ -504,7 +557,8 @@ def _measure(file: GGUFFile, model: Description, options: Options, ctx_size: int
         HeadPlane(options.cache_type_k or "f16", model.key_length),
         HeadPlane(options.cache_type_v or "f16", model.value_length),
     )
-    return _Sizes(dense, stacks, experts, slots, kv, ctx_size * model.rope_dims * 4)
+    rope_bytes = ctx_size * model.rope_dims * 4
+    return _Sizes(dense, stacks, experts, slots, kv, blocks_for(ctx_size), rope_bytes)
 
 
 def policy_maker(options: Options) -> Maker:

@@ -78,7 +78,8 @@ class ExecutionDriver(Protocol):
     def stream_synchronize(self, stream: int) -> None:
         """Wait for the stream's work; raises the first error of it that was not raised yet."""
 
-    def event_create(self, device: int) -> int: ...
+    def event_create(self, device: int, timed: bool = False) -> int:
+        """Return a new event; `timed`: it also keeps the time at which its work was done."""
 
     def event_destroy(self, event: int) -> None: ...
 
@@ -93,6 +94,9 @@ class ExecutionDriver(Protocol):
 
     def event_synchronize(self, event: int) -> None:
         """Wait for the work that `event` stands for."""
+
+    def event_elapsed_s(self, start: int, end: int) -> float:
+        """Return the seconds between two timed events, whose work is done; else DriverError."""
 
     def copy_async(self, destination: int, source: int, size: int, stream: int) -> None:
         """Copy `size` bytes; each address lies in one range, allocation or registered block."""
@@ -149,11 +153,16 @@ class ProgramDriver(Protocol):
         shared_bytes: int,
         stream: int,
         arguments: Buffer,
+        *,
+        overlaps: bool = False,
     ) -> None:
         """Run a kernel on a stream: `grid` blocks of `block` threads.
 
         arguments: the bytes of all arguments in order, each aligned as C aligns it, which
         `struct.pack("@...", ...)` does. They are copied before this returns.
+
+        overlaps: the kernel may begin before the one in front of it has ended, on cards that can do
+        that; it waits by itself, in its code, before it uses what others write.
         """
 
     def capture_begin(self, stream: int) -> None:

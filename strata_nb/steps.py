@@ -19,6 +19,7 @@ from threadpoolctl import ThreadpoolController
 from strata_nb.errors import ConfigError, StrataError
 from strata_nb.kernels.reference import Floats
 from strata_nb.models import ReferenceModel, ReferenceState
+from strata_nb.models.description import bytes_text
 from strata_nb.sampling import Choice, sample
 
 Result = TypeVar("Result")
@@ -39,18 +40,34 @@ class DeviceReport(NamedTuple):
     """Describe one device.
 
     name              for people
-    free_bytes        of its memory; None where that is the machine's, which others use too
+    free_bytes        of its memory, within the limit
+    total_bytes       of its memory: the limit, or all
+    device_bytes      all of its memory; these three are None where it is the machine's
+    reserve_bytes     that are to stay free for others
     slots, resident   expert slots, and how many hold an expert
     kv_cells          of K/V that there is memory for
-    bytes_by_owner    of the device's memory
+    bytes_by_owner    of the device's memory; what the driver, its modules and graphs and other
+                      programs have is "outside". With what is free they are all of it
     """
 
     name: str
     free_bytes: int | None
+    total_bytes: int | None
+    device_bytes: int | None
+    reserve_bytes: int
     slots: int
     resident: int
     kv_cells: int
     bytes_by_owner: dict[str, int]
+
+    @property
+    def limit_text(self) -> str:
+        """Say in words that the device counts as a smaller one; empty where it does not."""
+        if self.total_bytes is None or self.device_bytes is None:
+            return ""
+        if self.total_bytes == self.device_bytes:
+            return ""
+        return f"limited to {bytes_text(self.total_bytes)} of {bytes_text(self.device_bytes)}"
 
 
 class ModelReport(NamedTuple):

@@ -317,8 +317,9 @@ class HostTable:
         self.host.event_wait(stream, event)
 
     def _cuEventCreate(self, event: Any, flags: int) -> None:
-        assert flags == cuda.EVENT_DISABLE_TIMING
-        event[0] = self.host.event_create(self._current())
+        assert flags in (cuda.EVENT_DEFAULT, cuda.EVENT_DISABLE_TIMING)
+        timed = flags == cuda.EVENT_DEFAULT
+        event[0] = self.host.event_create(self._current(), timed)
 
     def _cuEventDestroy(self, event: int) -> None:
         self.host.event_destroy(event)
@@ -333,6 +334,13 @@ class HostTable:
     def _cuEventSynchronize(self, event: int) -> None:
         self.host.event_synchronize(event)
 
+    def _cuEventElapsedTime(self, milliseconds: Any, start: int, end: int) -> None:
+        try:
+            seconds = self.host.event_elapsed_s(start, end)
+        except DriverError as error:  # not timed, or not done yet
+            raise Broken(cuda.NOT_READY) from error
+        milliseconds[0] = 1000 * seconds
+
     # Work.
 
     def _cuMemcpyAsync(self, destination: int, source: int, size: int, stream: int) -> None:
@@ -345,9 +353,14 @@ class HostTable:
         called = cuda.HostFunction(function)
         self.host.launch_host(stream, lambda: called(work))
 
-    def _cuLaunchKernel(self, function: int, *rest: Any) -> None:
-        grid, block, (shared, stream, parameters, extra) = rest[:3], rest[3:6], rest[6:]
+    def _cuLaunchKernelEx(self, asked: Any, function: int, parameters: Any, extra: Any) -> None:
+        config = asked[0]
         assert not parameters
+        for number in range(config.numAttrs):
+            assert config.attrs[number].id == cuda.PROGRAMMATIC_STREAM_SERIALIZATION
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        block = config.blockDimX, config.blockDimY, config.blockDimZ
+        shared, stream = config.sharedMemBytes, config.hStream
         if shared > self._most_shared.get(function, USUAL_SHARED_BYTES):
             raise Broken(cuda.INVALID_VALUE)
         launch = Launch(grid, block, shared, _packed(extra))

@@ -56,13 +56,12 @@ class Memory:
             raise KernelFault(f"a write to an array that is read only, at {address - start:,}")
         if use == "fetch" and writable:
             raise KernelFault(f"a fetch of an array that is written, at {address - start:,}")
-        if address % size:
-            raise KernelFault(f"{size} bytes at {address:#x}: not aligned")
 
 
 class _Lane(NamedTuple):
     thread: int
     block: tuple[int, int, int]
+    grid: tuple[int, int, int]
     shared: bytearray
 
 
@@ -87,7 +86,7 @@ def run(
                     made = [greenlet(bound) for _ in range(threads)]
                     for thread, one in enumerate(made):
                         one.gr_context = copy_context()  # in which the errstate holds
-                        lanes[one] = _Lane(thread, (x, y, z), shared)
+                        lanes[one] = _Lane(thread, (x, y, z), grid, shared)
                     _run_block(made, words, backwards=(x + y + z) % 2 == 1)
 
 
@@ -136,11 +135,31 @@ def _run_warp(
         if len(kinds) > 1 or len(parked) != len(warp):
             raise KernelFault(f"{len(parked)} of {len(warp)} lanes of a warp meet at {kinds}")
         values = [parked[lane][1] for lane in warp]
+        if kinds == {"mma_16x8x8"}:
+            answers.update(zip(warp, _product(values), strict=True))
+            continue
         for lane in warp:
             source = parked[lane][2] % WARP
             if source >= len(warp):
                 raise KernelFault(f"a shuffle from lane {source} of {len(warp)}")
             answers[lane] = values[source]
+
+
+def _product(words: Sequence[tuple[Any, ...]]) -> list[tuple[np.float32, ...]]:
+    """Return what each lane gets of C + A @ B: A (16, 8), B (8, 8), C (16, 8), see intrinsics.py.
+
+    words   of each lane: two of A, one of B, four floats of C
+    """
+    lanes = np.array([one[:3] for one in words], np.int32).view(np.float16)
+    lanes = lanes.astype(np.float32).reshape(8, 4, 3, 2)  # (g, t, word, half)
+    a = np.concatenate([lanes[:, :, 0], lanes[:, :, 1]]).reshape(16, 8)
+    b = lanes[:, :, 2].reshape(8, 8).T
+    total = np.array([one[3:] for one in words], np.float32).reshape(8, 4, 2, 2)
+    total = total.transpose(2, 0, 1, 3).reshape(16, 8).copy()
+    for k in range(8):
+        total += a[:, k, None] * b[k]
+    found = total.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP, 4)
+    return [tuple(one) for one in found]
 
 
 def _meaning(
@@ -221,6 +240,12 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "dp4a": lambda a, b, c: _signed(
         c + sum(x * y for x, y in zip(_bytes_of(a), _bytes_of(b), strict=True)), 32
     ),
+    "dp4a_u8": lambda a, b, c: _signed(
+        c + sum((x & 255) * y for x, y in zip(_bytes_of(a), _bytes_of(b), strict=True)), 32
+    ),
+    "even_bytes": lambda a, b: _signed(
+        a & 255 | (a >> 16 & 255) << 8 | (b & 255) << 16 | (b >> 16 & 255) << 24, 32
+    ),
     "levels_of": _levels_of,
     "bits_of_f32": lambda x: int(np.float32(x).view(np.int32)),
     "f32_of_bits": lambda bits: np.array(bits, np.int32).view(np.float32)[()],
@@ -251,11 +276,25 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
         "block_x": lambda: own().block[0],
         "block_y": lambda: own().block[1],
         "block_z": lambda: own().block[2],
+        "blocks_z": lambda: own().grid[2],
     }
     if name in places:
         return places[name]
+    if name in ("await_previous", "hold"):
+        return lambda *_: None  # launches follow each other here
+    if name == "prefetch":
+
+        def prefetch(address: int, size: int) -> None:
+            if address % 16 or size % 16 or size <= 0:
+                raise KernelFault(f"a prefetch of {size} bytes at {address:#x}: not in sixteens")
+            for place in (address, address + size - 16):
+                memory.check(place, 16, "load")  # old bytes do no harm: nothing reads them
+
+        return prefetch
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
+    if name == "mma_16x8x8":
+        return lambda *words: getcurrent().parent.switch((name, words, 0))
     if name.startswith("shuffle_xor_"):
         return lambda value, mask: getcurrent().parent.switch(
             (name, value, own().thread % WARP ^ mask)
@@ -276,6 +315,8 @@ def _access(name: str, own: Callable[[], _Lane], memory: Memory) -> Callable[...
     def bytes_at(place: int) -> Any:
         if not shared:
             memory.check(place, size, kind)
+            if place % size:
+                raise KernelFault(f"{size} bytes at {place:#x}: not aligned")
             return (ctypes.c_char * size).from_address(place), 0
         block = own().shared
         if not 0 <= place <= len(block) - size or place % size:

@@ -21,8 +21,9 @@ from strata_nb import Sampling, card_backend, cuda_table
 from strata_nb.card_backend import CardBackend, CardProgram
 from strata_nb.device_model import DeviceModel
 from strata_nb.errors import DeviceLost, DriverError, StrataError
-from strata_nb.formats import TensorType
-from strata_nb.kernels.program import Launch, launch
+from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
+from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES
+from strata_nb.kernels.program import launch
 from strata_nb.kernels.reference import Floats
 from strata_nb.sampling import Choice, uniform
 from strata_nb.shared_tables import SharedTable
@@ -152,8 +153,9 @@ class Adding:
         self.y_address = backend.share(self.y, is_written=True)
         words = {"rows": rows, "gate": gate, "x": self.x_address, "y": self.y_address}
         words["width"] = WIDTH
+        self.launches = (launch("gated_add", words),)
         self.program: CardProgram
-        (self.program,) = backend.prepare([[launch("gated_add", words)]])
+        (self.program,) = backend.prepare([self.launches])
 
     def run(self) -> None:
         self.backend.run(self.program, 1)
@@ -228,12 +230,78 @@ def test_arrays_larger_than_the_staging_arrive_whole(monkeypatch: pytest.MonkeyP
             assert np.array_equal(back, one - 1)
 
 
+def test_reading_the_cards_memory_is_timed_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(card_backend, "PLAIN_READ_BYTES", 2 * (STRETCH_BYTES + SUMS_BYTES))
+    monkeypatch.setattr(card_backend, "PLAIN_READ_LEAST", STRETCH_BYTES)
+    monkeypatch.setattr(card_backend, "PLAIN_READ_LEAVES", GIB // 8)
+    monkeypatch.setattr(card_backend, "PLAIN_READ_PASSES", 2)
+    with simulated_card(budget_bytes=GIB) as backend:
+        backend.driver.mem_info(0)
+        before = backend.driver.live()  # type: ignore[attr-defined]
+        found = backend.plain_read()
+        assert found.size_bytes == 2 * STRETCH_BYTES
+        assert len(found.seconds) == 2
+        assert min(found.seconds) > 0
+        assert found.bytes_per_s == found.size_bytes / min(found.seconds)
+        assert {**backend.driver.live(), "modules": 0} == {**before, "modules": 0}  # type: ignore[attr-defined]
+
+
+def test_a_card_with_too_little_free_memory_is_not_measured() -> None:
+    with simulated_card() as backend, pytest.raises(StrataError, match=r"bytes of cuda are free"):
+        backend.plain_read()
+
+
+def test_a_profile_runs_parts_behind_whole_windows_and_leaves_counts_and_driver_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(card_backend, "REPLAYS", 2)
+    with failing_card() as (open_card, table), closing(open_card()) as backend:
+        adding = Adding(backend)
+        adding.run()
+        backend.wait()
+        before = backend.driver.live()  # type: ignore[attr-defined]
+        adding.x[:] = 3  # which the card has not seen yet
+        launched = table.calls["cuGraphLaunch"]
+        found = backend.profile([adding.launches, adding.launches], 1, 0)
+        # Of two launches that are no layer: behind 1, of 2 and 3, and the whole, each time twice.
+        assert table.calls["cuGraphLaunch"] - launched == 2 * 2 * 4
+        (line,) = found.lines
+        assert (line.kind.kernel, line.count, line.measured) == ("gated_add", 2, 2)
+        assert found.whole_s > 0
+        assert backend.driver.live() == before  # type: ignore[attr-defined]
+        assert adding.y.array.tolist() == [1] * WIDTH
+        adding.run()
+        backend.wait()
+        assert adding.y.array.tolist() == [4] * WIDTH
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["cuGraphInstantiateWithFlags", "cuGraphLaunch", "cuEventRecord", "cuEventElapsedTime"],
+)
+def test_a_profile_that_fails_leaves_counts_and_driver_as_they_were(function: str) -> None:
+    with failing_card() as (open_card, table), closing(open_card()) as backend:
+        adding = Adding(backend)
+        adding.run()
+        backend.wait()
+        before = backend.driver.live()  # type: ignore[attr-defined]
+        table.plan(function, 2)
+        with pytest.raises(DriverError, match=function):
+            backend.profile([adding.launches], 1, 0)
+        assert backend.driver.live() == before  # type: ignore[attr-defined]
+        adding.run()
+        backend.wait()
+        assert adding.y.array.tolist() == [2] * WIDTH
+
+
 class Invalidated(FailingTable):
     """Refuse launches, which makes the capture they belong to invalid, as on a card."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         function = super().__getattr__(name)
-        if name == "cuLaunchKernel":
+        if name == "cuLaunchKernelEx":
             return lambda *_: cuda_table.INVALID_VALUE
         if name != "cuStreamEndCapture":
             return function
@@ -251,7 +319,7 @@ def test_a_launch_that_is_refused_is_what_is_reported_not_the_capture_it_spoils(
     with (
         failing_card(wrap=Invalidated) as (open_card, _),
         closing(open_card()) as backend,
-        pytest.raises(DriverError, match="cuLaunchKernel"),
+        pytest.raises(DriverError, match="cuLaunchKernelEx"),
     ):
         Adding(backend)
 
@@ -265,7 +333,7 @@ CALLS = {
     "cuModuleLoadDataEx": 1,
     "cuModuleGetFunction": 1,
     "cuStreamBeginCapture": 2,
-    "cuLaunchKernel": 3,
+    "cuLaunchKernelEx": 3,
     "cuGraphInstantiateWithFlags": 2,
     "cuGraphDestroy": 2,
     "cuMemcpyAsync": 2,
@@ -316,9 +384,15 @@ def test_a_backend_can_be_closed_twice_and_not_by_a_fork(monkeypatch: pytest.Mon
         assert table.calls.total() == calls
 
 
-def test_a_kernel_keeps_the_most_shared_memory_that_a_launch_of_it_needs() -> None:
-    def down(top_k: int) -> Launch:
-        return shaped("expert_down", TensorType.F32, top_k=top_k, values=8, outputs=8)
+def test_a_kernel_keeps_the_most_shared_memory_that_a_launch_of_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = card_launch(shaped("gated_add", width=8)).kernel
+    kernel = kernel._replace(shared_bytes=lambda given: given["width"])
 
+    def taking(size: int) -> CardLaunch:
+        return card_launch(shaped("gated_add", width=size))._replace(kernel=kernel)
+
+    monkeypatch.setattr(card_backend, "card_launches", lambda program, _: program)
     with simulated_card() as backend:
-        backend.prepare([[down(8), down(5000), down(3000)], [down(4000)]])
+        backend.prepare([[taking(8), taking(100_000), taking(60_000)], [taking(80_000)]])

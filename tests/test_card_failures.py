@@ -22,7 +22,7 @@ from strata_nb.card_backend import CardBackend
 from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
 from strata_nb.errors import DeviceLost, DriverError, UnsupportedDevice
-from strata_nb.kernels.gpu import linear
+from strata_nb.kernels.gpu import operations
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.sampling import Choice
 from strata_nb.steps import Row
@@ -196,13 +196,13 @@ def test_a_launch_that_fails_while_it_is_captured_is_what_is_told(
         raise DriverError("capture_end", 901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", device=0)
 
     monkeypatch.setattr(CudaDriver, "capture_end", invalidated)
-    machine.table.plan("cuLaunchKernel", 5)
-    with pytest.raises(DriverError, match="cuLaunchKernel"):
+    machine.table.plan("cuLaunchKernelEx", 5)
+    with pytest.raises(DriverError, match="cuLaunchKernelEx"):
         live_once(machine, tiny)
     assert machine.cards.live() == {}
 
 
-@pytest.mark.parametrize("name", ["cuStreamBeginCapture", "cuLaunchKernel", "cuStreamEndCapture"])
+@pytest.mark.parametrize("name", ["cuStreamBeginCapture", "cuLaunchKernelEx", "cuStreamEndCapture"])
 def test_an_interrupt_during_a_capture_leaves_nothing(
     machine: Machine, tiny: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -233,7 +233,7 @@ def test_a_fork_closes_nothing_of_its_parents(machine: Machine, tiny: Path) -> N
 def test_a_shape_that_no_grid_has_is_refused_before_anything_is_loaded(
     machine: Machine, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "MOST_BLOCKS", 32)  # the head has 258 outputs
+    monkeypatch.setattr(operations, "MOST_BLOCKS", 32)  # the head has 258 outputs
     with closing(machine.open()) as backend:
         before = machine.table.calls["cuMemAlloc"]
         with pytest.raises(UnsupportedDevice, match="258 outputs: on a card it has 256 at most"):

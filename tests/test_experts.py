@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from cache_world import BLOBS, EXPERTS, World, ledger_of, overwrite, owner_of
 from driver_contract import held_stream
 
+from strata_nb.addresses import memory_view
 from strata_nb.cache.experts import ExpertArena, HostArena, Tier
 from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout, slot_budget
 from strata_nb.errors import ConfigError, DriverError, RuleViolation
@@ -195,6 +198,69 @@ def test_a_fill_that_fails_leaves_every_expert_in_place(
     assert arena.resident == 0
     world.check()
     assert arena.fill(ALL) == 7
+
+
+def blobs_up_to(world: World, expert: tuple[int, int]) -> tuple[int, int]:
+    """Return address and bytes of the beginning of the host arena, up to this expert's end."""
+    end = int(world.host.offsets[expert]) + BLOBS[expert[0]]
+    return world.host.address, end
+
+
+def test_experts_come_as_their_blobs_do_and_are_named_when_all_are_there(world: World) -> None:
+    arena = arena_of(world)
+    order = [(2, 1), (0, 3), (0, 0), (1, 2), (1, 0)]
+    assert world.host.offsets[0, 3] < world.host.offsets[1, 0] < world.host.offsets[2, 1]
+    filling = arena.begin_fill(order)
+    blob = memory_view(world.host.address + int(world.host.offsets[2, 1]), BLOBS[2])
+    wanted = blob.copy()
+    blob[:] = 0xFF  # not there yet
+    filling.copy(*blobs_up_to(world, (1, 3)))
+    world.driver.stream_synchronize(world.stream)
+    assert (arena.expert_tier == Tier.IN_PLACE).all()
+    blob[:] = wanted
+    filling.copy(*blobs_up_to(world, (2, EXPERTS - 1)))
+    assert filling.finish() == 5
+    assert arena.resident == 5
+    world.check()  # the bytes too
+    slots = np.argsort([arena.expert_address[expert] for expert in order[1:3]])
+    assert slots.tolist() == [0, 1]  # of one size: the first of the order has the lower slot
+
+
+@pytest.mark.parametrize("nth", [1, 3, 5])
+def test_a_filling_that_fails_half_way_leaves_every_expert_in_place(world: World, nth: int) -> None:
+    arena = arena_of(world)
+    filling = arena.begin_fill(ALL[::2])
+    world.driver.faults.plan("copy_async", nth)
+    parts = [blobs_up_to(world, (layer, EXPERTS - 1)) for layer in range(len(BLOBS))]
+    with pytest.raises(DriverError, match="on request"):
+        deque(itertools.starmap(filling.copy, parts))
+    assert arena.resident == 0
+    world.check()
+    assert arena.fill(ALL) == 7
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_filling_whose_slots_are_lost_is_refused(world: World, copied: bool) -> None:
+    arena = arena_of(world)
+    filling = arena.begin_fill(ALL)
+    if copied:
+        filling.copy(world.host.address, world.host.size_bytes)
+    arena.resize(0)
+    last = filling.finish if copied else lambda: filling.copy(0, 1 << 62)
+    with pytest.raises(RuleViolation, match="rule 7"):
+        last()
+    arena.resize(arena.layout.bytes_of(7))
+    assert arena.resident == 0
+
+
+def test_a_filling_writes_to_no_slot_that_another_expert_got(world: World) -> None:
+    arena = arena_of(world)
+    filling = arena.begin_fill([(0, 0)])
+    arena.fill([(0, 1)])
+    with pytest.raises(RuleViolation, match="rule 7"):
+        filling.copy(world.host.address, world.host.size_bytes)
+    assert arena.resident == 1
+    world.check()
 
 
 class InterruptedTable(SharedTable):

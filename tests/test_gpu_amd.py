@@ -6,23 +6,28 @@ shows here only as far as a compiler can tell. Nothing runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import amdgpu_lowering
 import pytest
-from gpu_launches import shaped
+from gpu_launches import shaped, shaped_for_card
 
 from strata_nb.formats import CACHE_TYPES, TensorType
 from strata_nb.kernels.gpu.compile import llvm_code
-from strata_nb.kernels.gpu.functions import argument_kinds, gpu_kernel
 from strata_nb.kernels.gpu.intrinsics import SHARED_NAME
+from strata_nb.kernels.gpu.launches import card_launches
+from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
 
 T = TensorType
 Case = tuple[str, Any]  # a kernel of the table, a variant
 CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
+# Products of matrices are made of shuffles here, and these do not fit the registers.
+OF_SHUFFLES = "attention_halves"
 WEIGHTS = sorted(PACKED | UNPACKED)
 
 # Sizes of a model of the usual kind, by the table's names.
@@ -52,23 +57,28 @@ VARIANTS: dict[str | None, list[Any]] = {
 
 # What every run looks at: each kernel, and for products one type of each way to decode a block.
 DECODED = [T.F16, T.Q4_0, T.Q8_0, T.Q4_K, T.Q6_K, T.IQ4_XS, T.IQ3_S, T.IQ1_M, T.MXFP4]
+# The table's kernels that a card has, and those that it has in place of others.
+AXES: dict[str, str | None] = {
+    **{name: kernel.axis for name, kernel in KERNELS.items() if name not in FUSED},
+    **dict(zip(CARD_KERNELS, (None, "gate_up", "weights"), strict=True)),
+}
 FEW: dict[str, list[Any]] = {
     "embed": [T.Q4_K],
     "linear": DECODED,
     "kv_append": [("f16", "int8")],
-    "attention": [("int8", "f16")],
+    "attention": [("f16", "f16"), ("int8", "f16")],
     "expert_gate_up": [(T.Q4_K, T.Q4_K)],
     "expert_down": [T.Q6_K],
 }
 
 
 def few() -> list[Case]:
-    return [(name, variant) for name in KERNELS for variant in FEW.get(name, [None])]
+    return [(name, variant) for name in AXES for variant in FEW.get(name, [None])]
 
 
 def others() -> list[Case]:
     """Return the rest; of pairs of weights those of a type with itself, and a mixed one."""
-    found = [(name, one) for name, kernel in KERNELS.items() for one in VARIANTS[kernel.axis]]
+    found = [(name, one) for name, axis in AXES.items() for one in VARIANTS[axis]]
     seen, mixed = few(), ("expert_gate_up", (T.Q4_K, T.Q6_K))
     return [
         (name, one)
@@ -86,13 +96,22 @@ def label(case: Case) -> str:
 
 def lower(name: str, variant: Any) -> None:
     """Lower a kernel to machine code of every card, and look at what it is made of."""
-    kernel = KERNELS[name]
-    sizes = {one.name: SIZES[one.name] for one in kernel.arguments if one.name in SIZES}
-    launch = shaped(name, variant, **sizes)
-    found = gpu_kernel(launch)
-    if found is None:
-        return
-    library, entry = llvm_code(found.function, argument_kinds(launch), "amdgpu")
+    if name in CARD_KERNELS:
+        names = list(CARD_KERNELS[name].arguments)
+    else:
+        names = [one.name for one in KERNELS[name].arguments]
+    sizes = {one: SIZES[one] for one in names if one in SIZES}
+    for rows in (1, 8):
+        for one in shaped_for_card(name, variant, rows=rows, **sizes):
+            lower_kernel(one.kernel, one.kinds)
+    if name == "kv_append":  # which a card launches together with what is before it
+        rotation = {one: SIZES[one] for one in ("heads", "length", "planes")}
+        for one in card_launches((shaped("rope", **rotation), shaped(name, variant, **sizes)), 1):
+            lower_kernel(one.kernel, one.kinds)
+
+
+def lower_kernel(found: GpuKernel, kinds: Sequence[str]) -> None:
+    library, entry = llvm_code(found.function, kinds, "amdgpu")
     foreign, objects = amdgpu_lowering.lower(
         library.llvm_strs, entry, found.name, found.threads, SHARED_NAME, CARDS
     )
@@ -104,6 +123,8 @@ def lower(name: str, variant: Any) -> None:
         assert sections[f"{found.name}.kd"], "the descriptor is what a launch names"
         unknown = [name for name, section in sections.items() if not section]
         assert not unknown, f"{found.name} is not whole on {card}"
+        if found.name.startswith(OF_SHUFFLES):
+            continue
         # In the object's notes, in which a zero is a zero byte: neither locals nor spills.
         assert b".private_segment_fixed_size\0" in code, f"{found.name} uses memory on {card}"
 

@@ -211,6 +211,15 @@ class ExpertArena:
         The order is that of a profile, or of first use. All or nothing: on DriverError none of
         them is resident and their slots are free.
         """
+        filling = self.begin_fill(order)
+        filling.copy(self._host.address, self._host.size_bytes)
+        return filling.finish()
+
+    def begin_fill(self, order: Iterable[tuple[int, int]]) -> Filling:
+        """Choose slots as `fill` does, for blobs that are not all in the host arena yet.
+
+        Before it is finished nothing else may bring experts in, and no slot may be lost.
+        """
         placed: dict[tuple[int, int], int] = {}
         left = [sorted(free, reverse=True) for free in self._free]  # the lowest slot comes first
         for layer, expert in order:
@@ -220,8 +229,7 @@ class ExpertArena:
             resident = self.expert_tier[layer, expert] == Tier.SLOT or (layer, expert) in placed
             if free and not resident:
                 placed[layer, expert] = free.pop()
-        self._load(placed)
-        return len(placed)
+        return Filling(self, placed)
 
     def evict(self, layer: int, expert: int) -> int:
         """Let the tables name the host's copy again; returns the slot, which is draining."""
@@ -279,24 +287,31 @@ class ExpertArena:
         layer, expert = divmod(int(self._owner[slot]), self.layout.experts)
         return layer, expert
 
-    def _load(self, placed: dict[tuple[int, int], int]) -> None:
-        """Copy blobs to free slots, wait for all of them, then name them: publication comes last.
+    def _copy_in(self, expert: tuple[int, int], slot: int) -> None:
+        """Begin to copy a blob to a slot, which must still be free."""
+        self._require_free(slot)
+        source, size = int(self._in_place[expert]), self.layout.blob_bytes[expert[0]]
+        self._driver.copy_async(self._base + self.layout.offset(slot), source, size, self._stream)
+
+    def _require_free(self, slot: int) -> None:
+        held = self._owner[slot] != NOBODY or slot in self._draining
+        if held or slot >= self.usable_slots:
+            raise RuleViolation(7, f"slot {slot} was taken or lost while an expert came into it")
+
+    def _name(self, placed: Mapping[tuple[int, int], int]) -> None:
+        """Wait for the copies, then let the tables name them: publication comes last.
 
         Whatever ends this half way, an error or Ctrl-C, leaves none of the experts resident and
         their slots free.
         """
-        if not placed:
-            return
+        self._driver.stream_synchronize(self._stream)
         taken = set(placed.values())
         free_before = self._free
+        for slot in taken:
+            self._require_free(slot)
         free_after = [[slot for slot in free if slot not in taken] for free in free_before]
         for free in free_after:
             heapq.heapify(free)
-        for (layer, expert), slot in placed.items():
-            source, size = int(self._in_place[layer, expert]), self.layout.blob_bytes[layer]
-            target = self._base + self.layout.offset(slot)
-            self._driver.copy_async(target, source, size, self._stream)
-        self._driver.stream_synchronize(self._stream)
         try:
             self._free = free_after
             for (layer, expert), slot in placed.items():
@@ -326,3 +341,34 @@ class ExpertArena:
                     "size": self.layout.blob_bytes[layer],
                 }
             )
+
+
+class Filling:
+    """Bring experts into slots as their blobs come: `ExpertArena.begin_fill` makes it.
+
+    Copies are only begun until `finish`, which waits for all of them and publishes them. Before
+    it, and after an error, none of the experts is resident and their slots are free.
+    """
+
+    def __init__(self, arena: ExpertArena, placed: Mapping[tuple[int, int], int]) -> None:
+        self._arena = arena
+        self._placed = placed
+        sources = [(int(arena.expert_address[expert]), expert) for expert in placed]
+        self._waiting = sorted(sources, reverse=True)  # the lowest address comes first
+
+    def copy(self, address: int, size: int) -> None:
+        """Begin to copy the blobs that lie up to the end of these bytes of the host arena.
+
+        The device can read them by now; the bytes of a later call lie behind these.
+        """
+        while self._waiting and self._waiting[-1][0] < address + size:
+            _, expert = self._waiting.pop()
+            self._arena._copy_in(expert, self._placed[expert])
+
+    def finish(self) -> int:
+        """Wait for the copies and let the tables name them; returns how many experts came."""
+        if self._waiting:
+            raise AssertionError(f"{len(self._waiting)} blobs were never there")
+        if self._placed:
+            self._arena._name(self._placed)
+        return len(self._placed)

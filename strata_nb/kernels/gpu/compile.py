@@ -20,13 +20,15 @@ from typing import Any, NamedTuple
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.gpu.binding import rebind
-from strata_nb.kernels.gpu.intrinsics import Intrinsic
+from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS, SINCE, Intrinsic
 from strata_nb.kernels.gpu.operations import GpuKernel
 
 Function = Callable[..., Any]
 
 _NEWER = "a newer toolkit: pip install -U 'strata-nb[cuda]'"
 OLDEST = (7, 5)  # what PTX is made for
+_REGISTERS = 65_536  # of a multiprocessor, which its blocks share, on every card
+_SPARING = 80  # the first target that keeps to the registers that a kernel asks for
 _WORDS = {"address": "int64", "integer": "int64", "float": "float32"}
 
 
@@ -71,13 +73,19 @@ def ptx_code(kernel: GpuKernel, kinds: Sequence[str]) -> str:
     """Return PTX of a kernel for the oldest cards, under the kernel's own name.
 
     kinds   of its arguments, as `llvm_code` has them
+
+    A kernel that says nothing about launches before it waits for them first.
     """
     numba = _numba()
     library, name = llvm_code(kernel.function, kinds)
-    numba.nvvm.set_launch_bounds(library.get_function(name), kernel.threads)
+    bounds = kernel.threads, max(1, _REGISTERS // (kernel.threads * kernel.registers))
+    numba.nvvm.set_launch_bounds(library.get_function(name), bounds)
     (text,) = library.get_asm_strs(cc=OLDEST)
     # Numba numbers what it compiles: without that the same kernel is the same code every time.
-    return re.sub(r".*_ZN08NumbaEnv.*\n", "", text).replace(name, kernel.name)
+    text = re.sub(r".*_ZN08NumbaEnv.*\n", "", text).replace(name, kernel.name)
+    if AWAIT_PREVIOUS not in text:
+        text = re.sub(r"^\{$", f"{{\n\t{AWAIT_PREVIOUS}", text, count=1, flags=re.MULTILINE)
+    return text
 
 
 def cubin_of(kernel: GpuKernel, kinds: Sequence[str], target: str) -> Cubin:
@@ -89,6 +97,7 @@ def link(ptx: str, target: str) -> Cubin:
     """Return the cubin of PTX for a target such as "sm_90"; works without a card."""
     bindings = _numba().nvjitlink
     (entry,) = re.findall(r"\.entry\s+(\w+)\s*\(", ptx)
+    ptx = _for_target(ptx, int(target.removeprefix("sm_")))
     try:
         handle = bindings.create(3, [f"-arch={target}", "-verbose", "-O3"])
     except bindings.nvJitLinkError as error:
@@ -114,6 +123,22 @@ def link(ptx: str, target: str) -> Cubin:
     registers = int(_number(r"[Uu]sed (\d+) registers", log))
     spills = int(_number(r"(\d+) bytes (?:spill stores|lmem)", log))
     return Cubin(entry, bytes(image), registers, spills)
+
+
+def _for_target(ptx: str, target: int) -> str:
+    """Return PTX with the instructions that a target has and the oldest has not.
+
+    The oldest targets need more registers for the same code; there a kernel takes as many as a
+    block may have, and fewer blocks run beside each other.
+    """
+    if target < _SPARING:
+        ptx = re.sub(r"^\.minnctapersm.*\n", "", ptx, flags=re.MULTILINE)
+    found = [int(since) for since in re.findall(SINCE.format(r"(\d+)"), ptx)]
+    usable = [since for since in found if since <= target]
+    for since in usable:
+        ptx = ptx.replace(SINCE.format(since), "")
+    oldest = "".join(map(str, OLDEST))
+    return ptx.replace(f".target sm_{oldest}", f".target sm_{max(usable)}") if usable else ptx
 
 
 def _number(pattern: str, log: str) -> str:
@@ -259,6 +284,7 @@ def _assembly(intrinsic: Intrinsic, text: str, constraints: str) -> Callable[...
     )
 
     def emit(builder: Any, arguments: list[Any]) -> Any:
-        return builder.call(ir.InlineAsm(kind, text, constraints), arguments)
+        effects = "~{memory}" in constraints
+        return builder.call(ir.InlineAsm(kind, text, constraints, effects), arguments)
 
     return emit

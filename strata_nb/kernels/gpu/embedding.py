@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from strata_nb.formats import TensorType
+from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.floats import FLOATS
 from strata_nb.kernels.gpu.intrinsics import (
     block_x,
@@ -30,6 +31,11 @@ def embed_kernel(kind: TensorType) -> GpuKernel:
     ValueError for a type that has no kernels on a card.
     """
     return _plain(kind) if kind in UNPACKED else _packed(kind)
+
+
+def _reads(kind: TensorType) -> Callable[[Arguments, int], int]:
+    """Return what says how many bytes of the table a launch reads: a row for each row."""
+    return lambda arguments, rows: rows * row_bytes(kind, arguments["width"])
 
 
 def _token(tokens: Any, drawn: Any, row: Any) -> Any:
@@ -57,13 +63,13 @@ def _plain(kind: TensorType) -> GpuKernel:
     def grid(arguments: Arguments, most_rows: int) -> Grid:
         return blocks_of(arguments["width"], THREADS), most_rows, 1
 
-    return GpuKernel(f"embed_{kind.name.lower()}", embed, THREADS, grid)
+    return GpuKernel(f"embed_{kind.name.lower()}", embed, THREADS, grid, reads=_reads(kind))
 
 
 @cache
 def _packed(kind: TensorType) -> GpuKernel:
     decode, offset, _, minima = decoder_of(kind)
-    row_bytes = row_bytes_of(kind)
+    bytes_of_row = row_bytes_of(kind)
 
     def store_four(place: int, quants: int, scale: Any, minimum: Any) -> None:
         """Write the values of a word of quants."""
@@ -84,7 +90,7 @@ def _packed(kind: TensorType) -> GpuKernel:
             member = token & GROUP_ROWS - 1
             first = token - member
             rows_in_group = min(vocabulary - first, GROUP_ROWS)
-            group = weight + first * row_bytes(sub_blocks)
+            group = weight + first * bytes_of_row(sub_blocks)
             a, b, c, d, e, f, g, h, low, high, low_minimum, high_minimum = decode(
                 group, rows_in_group, member, sub_blocks, s
             )
@@ -101,4 +107,4 @@ def _packed(kind: TensorType) -> GpuKernel:
     def grid(arguments: Arguments, most_rows: int) -> Grid:
         return blocks_of(arguments["width"] // SUB_BLOCK, THREADS), most_rows, 1
 
-    return GpuKernel(f"embed_{kind.name.lower()}", embed, THREADS, grid)
+    return GpuKernel(f"embed_{kind.name.lower()}", embed, THREADS, grid, reads=_reads(kind))

@@ -33,7 +33,8 @@ class Intrinsic:
     result      type of the result: "i32", "f32", "4xi32" for a tuple of four, "void"
     arguments   types of the arguments
     body        emits code that both vendors' LLVM understands; None where the two differ
-    ptx         for NVIDIA: instruction and constraints of an inline assembly, or emits code
+    ptx         for NVIDIA: instruction and constraints of an inline assembly, or emits code; of an
+                instruction `since(90, ...)` older cards have nothing
     amdgpu      for AMD: emits code
     """
 
@@ -58,6 +59,22 @@ class Intrinsic:
     def __call__(self, *arguments: Any) -> Any:
         """Exist for those who read types: only a compiled or simulated kernel can call it."""
         raise TypeError(f"{self!r} has a meaning in kernels only, called with {arguments}")
+
+
+SINCE = "//since {}: "  # before an instruction in PTX: a comment until it is linked
+
+
+def since(target: int, instruction: str, constraints: str) -> tuple[str, str]:
+    """Return an instruction without a result that targets have from `target` on, such as 90.
+
+    Nothing that reads or writes memory is moved across it.
+    """
+    joined = ",".join(part for part in (constraints, "~{memory}") if part)
+    return SINCE.format(target) + instruction, joined
+
+
+def _nothing(builder: Any, arguments: list[Any]) -> None:
+    """Emit nothing."""
 
 
 def _ir() -> Any:
@@ -118,14 +135,17 @@ def _load(stored: str, result: str, place: Callable[..., Any], *, constant: bool
     return emit
 
 
-def _fetch_vector(count: int, element: str) -> Emit:
-    """Return what loads several neighbours at once, which nothing writes while the kernel runs."""
+def _load_vector(
+    count: int, element: str, place: Callable[..., Any] = _global, *, constant: bool = True
+) -> Emit:
+    """Return what loads several neighbours at once; `place` and `constant` as `_load` has them."""
 
     def emit(builder: Any, arguments: list[Any]) -> Any:
         ir = _ir()
         vector = ir.VectorType(llvm_type(element), count)
-        value = builder.load(_global(builder, arguments[0], vector), align=4 * count)
-        value.set_metadata("invariant.load", builder.module.add_metadata([]))
+        value = builder.load(place(builder, arguments[0], vector), align=4 * count)
+        if constant:
+            value.set_metadata("invariant.load", builder.module.add_metadata([]))
         lanes = [
             builder.extract_element(value, ir.Constant(ir.IntType(32), n)) for n in range(count)
         ]
@@ -154,15 +174,19 @@ load_f32 = Intrinsic("load_f32", "f32(i64)", body=_load("f32", "f32", _global, c
 load_i64 = Intrinsic("load_i64", "i64(i64)", body=_load("i64", "i64", _global, constant=False))
 load_i32 = Intrinsic("load_i32", "i32(i64)", body=_load("i32", "i32", _global, constant=False))
 load_u8 = Intrinsic("load_u8", "i32(i64)", body=_load("i8", "i32", _global, constant=False))
+load_2xi32 = Intrinsic("load_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", constant=False))
+load_4xi32 = Intrinsic("load_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", constant=False))
+load_4xf32 = Intrinsic("load_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", constant=False))
 
-# Of memory that nothing writes while the kernel runs, such as weights and tables.
+# Of memory that nothing writes while the kernel runs, such as weights. What the launch in front
+# writes is none of it: it may still run when this kernel begins.
 fetch_f32 = Intrinsic("fetch_f32", "f32(i64)", body=_load("f32", "f32", _global, constant=True))
 fetch_i32 = Intrinsic("fetch_i32", "i32(i64)", body=_load("i32", "i32", _global, constant=True))
 fetch_u16 = Intrinsic("fetch_u16", "i32(i64)", body=_load("i16", "i32", _global, constant=True))
 fetch_u8 = Intrinsic("fetch_u8", "i32(i64)", body=_load("i8", "i32", _global, constant=True))
-fetch_2xi32 = Intrinsic("fetch_2xi32", "2xi32(i64)", body=_fetch_vector(2, "i32"))
-fetch_4xi32 = Intrinsic("fetch_4xi32", "4xi32(i64)", body=_fetch_vector(4, "i32"))
-fetch_4xf32 = Intrinsic("fetch_4xf32", "4xf32(i64)", body=_fetch_vector(4, "f32"))
+fetch_2xi32 = Intrinsic("fetch_2xi32", "2xi32(i64)", body=_load_vector(2, "i32"))
+fetch_4xi32 = Intrinsic("fetch_4xi32", "4xi32(i64)", body=_load_vector(4, "i32"))
+fetch_4xf32 = Intrinsic("fetch_4xf32", "4xf32(i64)", body=_load_vector(4, "f32"))
 
 store_f32 = Intrinsic("store_f32", "void(i64, f32)", body=_store("f32", _global))
 store_i64 = Intrinsic("store_i64", "void(i64, i64)", body=_store("i64", _global))
@@ -179,9 +203,27 @@ shared_load_i32 = Intrinsic(
 shared_load_i64 = Intrinsic(
     "shared_load_i64", "i64(i64)", body=_load("i64", "i64", _shared, constant=False)
 )
+shared_load_4xf32 = Intrinsic(
+    "shared_load_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _shared, constant=False)
+)
+shared_load_4xi32 = Intrinsic(
+    "shared_load_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", _shared, constant=False)
+)
+shared_load_2xi32 = Intrinsic(
+    "shared_load_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", _shared, constant=False)
+)
 shared_store_f32 = Intrinsic("shared_store_f32", "void(i64, f32)", body=_store("f32", _shared))
 shared_store_i32 = Intrinsic("shared_store_i32", "void(i64, i32)", body=_store("i32", _shared))
 shared_store_i64 = Intrinsic("shared_store_i64", "void(i64, i64)", body=_store("i64", _shared))
+
+
+def _global_add(builder: Any, arguments: list[Any]) -> None:
+    place = _global(builder, arguments[0], arguments[1].type)
+    builder.atomic_rmw("add", place, arguments[1], "monotonic")
+
+
+# Adds to what is there, whoever adds beside it: later launches see the sum.
+add_i64 = Intrinsic("add_i64", "void(i64, i64)", body=_global_add)
 
 
 def _shared_add(builder: Any, arguments: list[Any]) -> None:
@@ -215,6 +257,37 @@ class ConstantTable(Intrinsic):
             table.global_constant, table.linkage, table.align = True, "internal", 16
         place = builder.gep(table, [ir.Constant(ir.IntType(64), 0), arguments[0]], inbounds=True)
         return builder.load(place, align=4)
+
+
+# -- launches that overlap -------------------------------------------------------------------------
+#
+# A card may start a kernel while the one before it still runs. Every kernel waits here for all that
+# was launched before, and lets the next one start: behind the wait, so that of three kernels in a
+# row the first has ended before the third begins. Before the wait a kernel may read what was
+# written two launches ago or earlier, and weights.
+
+AWAIT_PREVIOUS, _ORDERED = since(90, "griddepcontrol.wait; griddepcontrol.launch_dependents;", "")
+await_previous = Intrinsic(
+    "await_previous", "void()", ptx=(AWAIT_PREVIOUS, _ORDERED), amdgpu=_nothing
+)
+
+# Wait until a word that was loaded is there. Without it a compiler may move loads that stand before
+# `await_previous` behind it: they would be right there, and late.
+hold = Intrinsic(
+    "hold",
+    "void(i32)",
+    ptx=since(90, "{ .reg .pred p; setp.eq.s32 p, $0, 1; @p nanosleep.u32 0; }", "r"),
+    amdgpu=_nothing,
+)
+
+# Ask for bytes to be brought into the card's cache: address and size are multiples of 16. It
+# changes nothing but the time that loads of them take.
+prefetch = Intrinsic(
+    "prefetch",
+    "void(i64, i32)",
+    ptx=since(90, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r"),
+    amdgpu=_nothing,
+)
 
 
 # -- who a lane is ---------------------------------------------------------------------------------
@@ -260,6 +333,27 @@ block_z = Intrinsic(
 )
 
 
+_GRID_Z = 20  # where the packet of a launch has it, in threads, of which a block has one
+
+
+def _amd_blocks_z(builder: Any, _: list[Any]) -> Any:
+    ir = _ir()
+    kind = ir.FunctionType(ir.IntType(8).as_pointer(4), [])
+    name = "llvm.amdgcn.dispatch.ptr"
+    packet = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    place = builder.gep(builder.call(packet, []), [ir.Constant(ir.IntType(64), _GRID_Z)])
+    return builder.load(builder.bitcast(place, ir.IntType(32).as_pointer(4)), align=4)
+
+
+# How many blocks the grid has in z.
+blocks_z = Intrinsic(
+    "blocks_z",
+    "i32()",
+    ptx=_call("llvm.nvvm.read.ptx.sreg.nctaid.z", "i32()"),
+    amdgpu=_amd_blocks_z,
+)
+
+
 # -- lanes together --------------------------------------------------------------------------------
 
 
@@ -295,21 +389,33 @@ def _nvidia_shuffle(builder: Any, arguments: list[Any]) -> Any:
     return builder.bitcast(moved, value.type) if floats else moved
 
 
+def _amd_lane(builder: Any) -> Any:
+    """Return the number of a lane among those that run together."""
+    ir = _ir()
+    low = _call("llvm.amdgcn.mbcnt.lo", "i32(i32, i32)")
+    high = _call("llvm.amdgcn.mbcnt.hi", "i32(i32, i32)")
+    all_lanes, zero = ir.Constant(ir.IntType(32), -1), ir.Constant(ir.IntType(32), 0)
+    return high(builder, [all_lanes, low(builder, [all_lanes, zero])])
+
+
+def _amd_word_of(builder: Any, word: Any, lane: Any, further: int) -> Any:
+    """Return a word of the lane that is so much further than another."""
+    ir = _ir()
+    source = builder.add(lane, ir.Constant(ir.IntType(32), further))
+    address = builder.shl(source, ir.Constant(ir.IntType(32), 2))
+    return _call("llvm.amdgcn.ds.bpermute", "i32(i32, i32)")(builder, [address, word])
+
+
 def _amd_shuffle(builder: Any, arguments: list[Any]) -> Any:
     ir = _ir()
     i32 = ir.IntType(32)
     value, other = arguments
     floats = value.type == ir.FloatType()
     bits = builder.bitcast(value, i32) if floats else value
-    low = _call("llvm.amdgcn.mbcnt.lo", "i32(i32, i32)")
-    high = _call("llvm.amdgcn.mbcnt.hi", "i32(i32, i32)")
-    all_lanes, zero = ir.Constant(i32, -1), ir.Constant(i32, 0)
-    lane = high(builder, [all_lanes, low(builder, [all_lanes, zero])])
+    lane = _amd_lane(builder)
     within = builder.and_(lane, ir.Constant(i32, WARP - 1))
     first = builder.sub(lane, within)  # of this warp: some cards run 64 lanes together
-    source = builder.add(first, builder.xor(within, other))
-    address = builder.shl(source, ir.Constant(i32, 2))
-    moved = _call("llvm.amdgcn.ds.bpermute", "i32(i32, i32)")(builder, [address, bits])
+    moved = _amd_word_of(builder, bits, builder.add(first, builder.xor(within, other)), 0)
     return builder.bitcast(moved, value.type) if floats else moved
 
 
@@ -325,17 +431,25 @@ shuffle_xor_i32 = Intrinsic(
 # -- arithmetic ------------------------------------------------------------------------------------
 
 
-def _amd_dp4a(builder: Any, arguments: list[Any]) -> Any:
-    """Multiply byte by byte in plain LLVM: a card with an instruction for it finds it itself."""
-    ir = _ir()
-    i32, i8 = ir.IntType(32), ir.IntType(8)
-    first, second, total = arguments
-    for number in range(4):
-        shift = ir.Constant(i32, 8 * number)
-        left = builder.sext(builder.trunc(builder.lshr(first, shift), i8), i32)
-        right = builder.sext(builder.trunc(builder.lshr(second, shift), i8), i32)
-        total = builder.add(total, builder.mul(left, right))
-    return total
+def _amd_dp4a(*, signed: bool) -> Emit:
+    """Multiply byte by byte in plain LLVM: a card with an instruction for it finds it itself.
+
+    signed   whether the first bytes are
+    """
+
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        ir = _ir()
+        i32, i8 = ir.IntType(32), ir.IntType(8)
+        widen = builder.sext if signed else builder.zext
+        first, second, total = arguments
+        for number in range(4):
+            shift = ir.Constant(i32, 8 * number)
+            left = widen(builder.trunc(builder.lshr(first, shift), i8), i32)
+            right = builder.sext(builder.trunc(builder.lshr(second, shift), i8), i32)
+            total = builder.add(total, builder.mul(left, right))
+        return total
+
+    return emit
 
 
 # c + the sum of the products of the four signed bytes of a and b.
@@ -343,7 +457,30 @@ dp4a = Intrinsic(
     "dp4a",
     "i32(i32, i32, i32)",
     ptx=("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r"),
-    amdgpu=_amd_dp4a,
+    amdgpu=_amd_dp4a(signed=True),
+)
+# The same of unsigned bytes of a and signed ones of b.
+dp4a_u8 = Intrinsic(
+    "dp4a_u8",
+    "i32(i32, i32, i32)",
+    ptx=("dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r"),
+    amdgpu=_amd_dp4a(signed=False),
+)
+
+
+def _amd_even_bytes(builder: Any, arguments: list[Any]) -> Any:
+    """A selector numbers the bytes of the second word from 0, those of the first from 4."""
+    permute = _call("llvm.amdgcn.perm", "i32(i32, i32, i32)")
+    first, second = arguments
+    return permute(builder, [second, first, _ir().Constant(llvm_type("i32"), 0x06040200)])
+
+
+# Bytes 0 and 2 of a, then those of b.
+even_bytes = Intrinsic(
+    "even_bytes",
+    "i32(i32, i32)",
+    ptx=("prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r"),
+    amdgpu=_amd_even_bytes,
 )
 
 
@@ -512,4 +649,65 @@ f32 = Intrinsic(
     "f32",
     "f32(f64)",
     body=lambda builder, arguments: builder.fptrunc(arguments[0], llvm_type("f32")),
+)
+
+
+# -- products of matrices --------------------------------------------------------------------------
+#
+# A warp multiplies A, 16 rows of 8 halves, with B, 8 rows of 8 halves, and adds the product to C,
+# 16 rows of 8 floats. Of lane 4 * g + t, in words of two halves (the lower one first):
+#
+#     A   rows g and g + 8, columns 2 * t and 2 * t + 1     two words
+#     B   rows 2 * t and 2 * t + 1, column g                a word
+#     C   rows g and g + 8, columns 2 * t and 2 * t + 1     four floats
+#
+# Products are exact; how their sums are rounded is the card's own, the same every time.
+
+_MMA = (
+    "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+    "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
+)
+
+
+def _nvidia_mma(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    kind = ir.FunctionType(llvm_type("4xf32"), [one.type for one in arguments])
+    code = ir.InlineAsm(kind, _MMA, "=f,=f,=f,=f,r,r,r,f,f,f,f", True)
+    return builder.call(code, arguments, attrs=("convergent",))  # all lanes together, or none
+
+
+def _amd_mma(builder: Any, arguments: list[Any]) -> Any:
+    """Fetch the words of A and B from the lanes that have them, and multiply in plain floats."""
+    ir = _ir()
+    upper, lower, other, *sums = arguments
+
+    def constant(value: int) -> Any:
+        return ir.Constant(ir.IntType(32), value)
+
+    lane = _amd_lane(builder)
+    t = builder.and_(lane, constant(3))
+    row = builder.sub(lane, t)  # the first lane that has this one's row
+    column = builder.add(builder.and_(lane, constant(-WARP)), builder.shl(t, constant(3)))
+    for word in range(4):
+        a, b = (_amd_word_of(builder, one, row, word) for one in (upper, lower))
+        c, d = (_amd_word_of(builder, other, column, first + word) for first in (0, 4))
+        for shift in (0, 16):
+            rows, columns = (
+                [_float_of_half(builder, [builder.lshr(one, constant(shift))]) for one in pair]
+                for pair in ((a, b), (c, d))
+            )
+            for number in range(4):
+                factors = [rows[number >> 1], columns[number & 1], sums[number]]
+                sums[number] = _call("llvm.fma.f32", "f32(f32, f32, f32)")(builder, factors)
+    found = ir.Constant(llvm_type("4xf32"), ir.Undefined)
+    for number, one in enumerate(sums):
+        found = builder.insert_value(found, one, number)
+    return found
+
+
+mma_16x8x8 = Intrinsic(
+    "mma_16x8x8",
+    "4xf32(i32, i32, i32, f32, f32, f32, f32)",
+    ptx=_nvidia_mma,
+    amdgpu=_amd_mma,
 )
