@@ -158,7 +158,7 @@ class DeviceSteps:
         self._last = ()
 
     def chosen(self, rows: int) -> npt.NDArray[np.int64]:
-        """Return the experts that the rows of the last step used: (rows, layers, top_k)."""
+        """Return the experts that the rows of the step begun last used: (rows, layers, top_k)."""
         words = np.empty(self._route_words, np.int64)
         if len(words):
             self._backend.fetch(self._programs.chosen[0], words)
