@@ -412,7 +412,7 @@ class DeviceModel:
             self._announce({"kind": kind, **fields})
 
     def chosen(self, rows: int) -> npt.NDArray[np.int64]:
-        """Return the experts that the rows of the last step used: (rows, layers, top_k)."""
+        """Return the experts that the rows of the step begun last used: (rows, layers, top_k)."""
         self._opened()
         return self._steps.chosen(rows)
 

@@ -158,7 +158,7 @@ class DeviceSteps:
         self._last = ()
 
     def chosen(self, rows: int) -> npt.NDArray[np.int64]:
-        """Return the experts that the rows of the last step used: (rows, layers, top_k)."""
+        """Return the experts that the rows of the step begun last used: (rows, layers, top_k)."""
         words = np.empty(self._route_words, np.int64)
         if len(words):
             self._backend.fetch(self._programs.chosen[0], words)
@@ -355,7 +355,10 @@ class DeviceSteps:
     # What they share.
 
     def _break_off(self, before: Mapping[int, int]) -> None:
-        """End what is in flight after an error, and forget the cells behind these lengths."""
+        """End what is in flight after an error, and forget the cells behind these lengths.
+
+        What experts were used for it stays counted: policies take no step for more than its rows.
+        """
         self._ahead = self._moves = None
         with suppress(StrataError):  # what failed first is what is told
             self._backend.wait()  # what was begun may still use what is moved or freed next

@@ -448,6 +448,28 @@ def test_after_an_interrupt_the_next_token_is_the_one_that_would_have_come(
             model_of(engine).ledger.check_integrity()
 
 
+@pytest.mark.parametrize("name", ["land", "_follow"])
+def test_after_an_error_every_sequence_is_as_it_was(
+    small: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also where the cells of the window were counted, and another is ahead."""
+    with engine_of(small) as engine:
+        model = model_of(engine)
+        session = begun(engine)
+        generation = session.generate(max_tokens=9, sampling=Sampling(seed=3), ignore_eos=True)
+        next(generation), next(generation), next(generation)
+        length = model.length(session._sequence)
+        failing = device_of(engine) if name == "land" else model._steps
+        with monkeypatch.context() as patch:
+            patch.setattr(failing, name, Interrupted(lambda *_: None, 1, StrataError("no")))
+            with pytest.raises(StrataError, match="no"):
+                next(generation)
+        assert model._steps._ahead is None
+        assert model.length(session._sequence) == length
+        assert model.kv.live_blocks == 1
+        assert len(list(generation)) == 6
+
+
 def test_logits_that_give_no_token_are_told_by_the_host(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
