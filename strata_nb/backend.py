@@ -50,6 +50,7 @@ class Backend(Protocol[Prepared]):
     of_host     whether the device is made of the host's memory, so that what it holds counts there
     most_rows   of one step; None: as many as there are buffers for
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
+    attends_in_runs   whether attention needs work space for runs of cells (`kernels/runs.py`)
     outside_bytes   of the device that the ledger leaves alone: its driver needs them for itself
     reserve_bytes   of the device that stay free for others where nothing else is asked for
     threads     that load, and that compute where the host computes
@@ -76,6 +77,9 @@ class Backend(Protocol[Prepared]):
 
     @property
     def chooses_tokens(self) -> bool: ...
+
+    @property
+    def attends_in_runs(self) -> bool: ...
 
     @property
     def outside_bytes(self) -> int: ...
@@ -145,7 +149,7 @@ class HostBackend:
     """
 
     device = 0
-    of_host, most_rows, chooses_tokens = True, None, False
+    of_host, most_rows, chooses_tokens, attends_in_runs = True, None, False, False
     outside_bytes = reserve_bytes = 0
 
     def __init__(self, text: str, threads: int, recorder: Recorder | None = None) -> None:

@@ -31,7 +31,7 @@ from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.elastic import ElasticKV
 from strata_nb.cache.experts import ExpertArena, HostArena
 from strata_nb.cache.kv import KVCache
-from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout
+from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout, blocks_for
 from strata_nb.cache.look import Look
 from strata_nb.cache.plan import Memory, Needs, plan_device
 from strata_nb.cache.policy import Insertion, Maker, static, swaps
@@ -78,6 +78,7 @@ class _Sizes(NamedTuple):
     experts: loading.ExpertLayout | None
     slots: SlotLayout
     kv: KVLayout
+    table_width: int  # K/V blocks of a sequence
     rope_bytes: int
 
 
@@ -274,7 +275,7 @@ class DeviceModel:
         share = self._backend.share
         kv = KVPlaces(
             table=share(self.kv.table) if placed else 0,
-            table_width=self.kv.table.shape[1] if placed else 0,
+            table_width=sizes.table_width,
             key_type=sizes.kv.key.cache_type,
             value_type=sizes.kv.value.cache_type,
             key_offsets=[sizes.kv.part_offset(layer, "k") for layer in range(model.layers)],
@@ -307,6 +308,7 @@ class DeviceModel:
             head_rows=min(HEAD_ROWS, self.max_rows),
             packed_row_bytes=self._backend.packed_row_bytes,
             chooses_tokens=self._backend.chooses_tokens,
+            attends_in_runs=self._backend.attends_in_runs,
         )
         return programs, buffers.size_bytes
 
@@ -590,7 +592,8 @@ def _measure(file: GGUFFile, model: Description, options: Options, ctx_size: int
         HeadPlane(options.cache_type_k or "f16", model.key_length),
         HeadPlane(options.cache_type_v or "f16", model.value_length),
     )
-    return _Sizes(dense, stacks, experts, slots, kv, ctx_size * model.rope_dims * 4)
+    rope_bytes = ctx_size * model.rope_dims * 4
+    return _Sizes(dense, stacks, experts, slots, kv, blocks_for(ctx_size), rope_bytes)
 
 
 def policy_maker(options: Options) -> Maker:

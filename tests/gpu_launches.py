@@ -78,18 +78,23 @@ def _simulate(
 ) -> None:
     memory = gpu_simulator.Memory(written, read)
     for one in launches:
-        passed = [
-            float(np.uint32(word).view(np.float32)) if kind == "float" else word
-            for word, kind in zip(one.arguments.values(), one.kinds, strict=True)
-        ]
-        gpu_simulator.run(
-            one.kernel.function,
-            one.grid(rows),
-            one.kernel.threads,
-            one.shared_bytes,
-            passed,
-            memory,
-        )
+        simulate(one, rows, memory)
+
+
+def simulate(one: CardLaunch, rows: int, memory: gpu_simulator.Memory) -> None:
+    """Run one launch of a card in the simulator."""
+    passed = [
+        float(np.uint32(word).view(np.float32)) if kind == "float" else word
+        for word, kind in zip(one.arguments.values(), one.kinds, strict=True)
+    ]
+    gpu_simulator.run(
+        one.kernel.function,
+        one.grid(rows),
+        one.kernel.threads,
+        one.shared_bytes,
+        passed,
+        memory,
+    )
 
 
 def of_card(

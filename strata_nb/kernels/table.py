@@ -83,11 +83,13 @@ _KERNELS = (
     ),
     # out[row, head] = sum over the cells 0 .. positions[row] of softmax(scale * q . k) * v, as
     # stored; q float32 (rows, heads, key_length), out float32 (rows, heads, value_length); head h
-    # reads K/V head h // (heads / kv_heads). Cells behind positions[row] are selected away.
+    # reads K/V head h // (heads / kv_heads). Cells behind positions[row] are selected away. work
+    # float32 (rows, heads, runs, value_length + 2) is work space of backends that split a row's
+    # cells into runs (`runs.py`), as many as the table has room for; 0 for others.
     _kernel(
         "attention",
-        "*rows *sequences *positions *q *blocks *out table_width k_offset v_offset heads kv_heads "
-        "key_length value_length ~scale",
+        "*rows *sequences *positions *q *blocks *out *work table_width k_offset v_offset heads "
+        "kv_heads key_length value_length ~scale",
         "keys_values",
     ),
     # y = gate * sigmoid(gate) * up, all float32 (rows, values); out and packed as in rms_norm.

@@ -102,6 +102,7 @@ def emit_programs(
     head_rows: int,
     packed_row_bytes: Callable[[int], int],
     chooses_tokens: bool,
+    attends_in_runs: bool,
 ) -> Programs:
     """Return what a step of a model runs; see `Emitter` for the arguments.
 
@@ -115,6 +116,7 @@ def emit_programs(
         head_rows=head_rows,
         packed_row_bytes=packed_row_bytes,
         chooses_tokens=chooses_tokens,
+        attends_in_runs=attends_in_runs,
     )
     _ARCHITECTURES[description.architecture].emit(description, emitter)
     return emitter.finish()

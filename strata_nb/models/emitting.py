@@ -16,6 +16,7 @@ from strata_nb.errors import ConfigError
 from strata_nb.formats import TensorType
 from strata_nb.kernels.choices import CHOICE
 from strata_nb.kernels.program import Launch, launch
+from strata_nb.kernels.runs import work_floats
 from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPart, Places, Programs, StepRecord
 from strata_nb.models.tensors import EXPERT_PARTS
@@ -42,6 +43,7 @@ class Emitter:
 
     packed_row_bytes   bytes of a quantised row of so many values, on this backend
     chooses_tokens     whether this backend draws tokens
+    attends_in_runs    whether its attention needs work space for runs of cells
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Emitter:
         head_rows: int,
         packed_row_bytes: Callable[[int], int],
         chooses_tokens: bool,
+        attends_in_runs: bool,
     ) -> None:
         self.model = model
         self._places = places
@@ -61,6 +64,7 @@ class Emitter:
         self._max_rows, self._head_rows = max_rows, head_rows
         self._packed_row_bytes = packed_row_bytes
         self._chooses_tokens = chooses_tokens
+        self._attends_in_runs = attends_in_runs
         self._named: dict[str, tuple[int, int]] = {}  # address and bytes
         self._launches: list[Launch] = []
         self._layer_ends: list[int] = []
@@ -150,6 +154,10 @@ class Emitter:
             waits=False,
         )
         mixed = self._floats("mixed", model.heads * model.value_length)
+        work = 0
+        if self._attends_in_runs:
+            floats = work_floats(kv.table_width, model.value_length)
+            work = self._floats("runs", model.heads * floats)
         self._add(
             "attention",
             f"{blk}.attention",
@@ -159,6 +167,7 @@ class Emitter:
                 "positions": self._record.positions,
                 "q": q,
                 "out": mixed,
+                "work": work,
                 "heads": model.heads,
                 "kv_heads": model.kv_heads,
                 "scale": float(model.key_length**-0.5),

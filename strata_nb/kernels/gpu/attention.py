@@ -1,6 +1,7 @@
-"""Attention of a row over its sequence's K/V: a softmax that streams over blocks of 64 cells.
+"""Attention over keys and values of any type: a softmax that streams over blocks of 64 cells.
 
-A block of threads computes one head of one row, and all of it works on each K/V block in turn:
+A block of threads computes one head of one row over a run of cells (`runs.py`), and all of it works
+on each K/V block in turn:
 
     scores    four threads a cell: each multiplies every fourth load of its key with the query,
               ascending and fused; then their sums are added, neighbours first. Times the scale.
@@ -9,9 +10,9 @@ A block of threads computes one head of one row, and all of it works on each K/V
     results   a thread holds four neighbouring values of the result, of every `slots`-th cell: they
               shrink and gain weight times value, fused, cells ascending.
 
-At the end the slots are added in ascending order and divided by the sum of the sums. So the bits of
-a row follow from its cells alone; blocks of threads that need not wait for each other read the same
-keys and values (the heads of a group, at the same time) and find them in the cache of the card.
+At the end the slots are added in ascending order. Blocks of threads that need not wait for each
+other read the same keys and values (the heads of a group, at the same time) and find them in the
+cache of the card. Halves have a kernel of their own that reads them once (`attention_halves.py`).
 
 All 64 cells of a block are read, because loads that need no decision can all be on their way at
 once. Behind the row's position the score is replaced, and the bits of values are, so that what they
@@ -30,6 +31,8 @@ from strata_nb.kernels.gpu.intrinsics import (
     barrier,
     block_x,
     block_y,
+    block_z,
+    blocks_z,
     f32,
     fma,
     i32,
@@ -45,11 +48,14 @@ from strata_nb.kernels.gpu.intrinsics import (
 )
 from strata_nb.kernels.gpu.operations import GpuKernel, warp_max, warp_sum
 from strata_nb.kernels.gpu.planes import keys_reader, plane_bytes, values_reader
+from strata_nb.kernels.gpu.runs import grid_of, maxima_of, room_for_runs, work_of
+from strata_nb.kernels.runs import RUN_CELLS
 
 _THREADS = 256
 _PARTS_SHIFT = 2
 _PARTS = 1 << _PARTS_SHIFT  # threads that share a cell's key
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
+_RUN_SHIFT = RUN_CELLS.bit_length() - 1
 _MINUS_INFINITY = float("-inf")
 
 # Shared memory, in bytes: scores and weights of 64 cells, by how much the block shrinks what was
@@ -70,8 +76,8 @@ def attention_kernel(
     group   heads that read the same keys and values
     UnsupportedDevice for lengths that `planes.check_length` refuses.
 
-    Grid (heads, rows), 256 threads. Reads heads x rows x cells keys and values, of which a group's
-    come from memory once if its blocks run together.
+    Grid (heads, rows, N), 256 threads. Reads heads x rows x cells keys and values, of which a
+    group's come from memory once if its blocks run together.
     """
     reader = keys_reader(keys, key_length)
     loads, key_of, key_scales_of, add = reader.loads, reader.place_of, reader.scales_of, reader.add
@@ -103,7 +109,8 @@ def attention_kernel(
         positions: int,
         q: int,
         blocks: int,
-        out: int,
+        _out: int,
+        work: int,
         table_width: int,
         k_offset: int,
         v_offset: int,
@@ -125,75 +132,87 @@ def attention_kernel(
         line = blocks + 8 * table_width * load_i64(sequences + 8 * row)
         k_plane = k_offset + key_plane * (head // group)
         v_plane = v_offset + value_plane * (head // group)
+        room = room_for_runs(table_width)
+        own_work = work_of(work, head_of_row, room, value_length)
 
         if thread < key_length:
             value = load_f32(q + 4 * (key_length * head_of_row + thread))
             shared_store_f32(_QUERY + 4 * thread, value)
         barrier()
 
-        best, total = f32(_MINUS_INFINITY), f32(0.0)
-        a, b, c, d = f32(0.0), f32(0.0), f32(0.0), f32(0.0)
-        start = i64(0)
-        following = load_i64(line)
-        while start <= position:
-            block = following
-            # On its way while this block is worked on; behind the last comes the last.
-            following = load_i64(line + 8 * (min(start + BLOCK_CELLS, position) >> _BLOCK_SHIFT))
-            count = position + 1 - start  # cells that the row sees, if the block had so many
+        run = i64(block_z())
+        while run <= position >> _RUN_SHIFT:
+            start = run << _RUN_SHIFT
+            last = min(position, start + RUN_CELLS - 1)
+            best, total = f32(_MINUS_INFINITY), f32(0.0)
+            a, b, c, d = f32(0.0), f32(0.0), f32(0.0), f32(0.0)
+            following = load_i64(line + 8 * (start >> _BLOCK_SHIFT))
+            while start <= last:
+                block = following
+                # On its way while this block is worked on; behind the last comes the last.
+                following = load_i64(line + 8 * (min(start + BLOCK_CELLS, last) >> _BLOCK_SHIFT))
+                count = last + 1 - start  # cells that the row sees, if the block had so many
 
-            score = product(block + k_plane, cell, part) * scale
-            if part == 0:
-                score = score if cell < count else f32(_MINUS_INFINITY)
-                shared_store_f32(_SCORES + 4 * cell, score)
-            barrier()
+                score = product(block + k_plane, cell, part) * scale
+                if part == 0:
+                    score = score if cell < count else f32(_MINUS_INFINITY)
+                    shared_store_f32(_SCORES + 4 * cell, score)
+                barrier()
 
+                if thread < BLOCK_CELLS:
+                    score = shared_load_f32(_SCORES + 4 * thread)
+                    before = best
+                    other = shared_load_f32(_SCORES + 4 * (thread ^ WARP))
+                    best = larger_f32(best, warp_max(larger_f32(score, other)))
+                    # While all scores are -infinity, any finite number gives the weights 0.
+                    finite = f32(0.0) if best == f32(_MINUS_INFINITY) else best
+                    shrink = exp(before - finite)
+                    weight = exp(score - finite)
+                    total = fma(total, shrink, weight)
+                    shared_store_f32(_WEIGHTS + 4 * thread, weight)
+                    if thread == 0:
+                        shared_store_f32(_SHRINK, shrink)
+                barrier()
+
+                shrink = shared_load_f32(_SHRINK)
+                a, b, c, d = a * shrink, b * shrink, c * shrink, d * shrink
+                place = value_of(block + v_plane, slot, column)
+                scale_place = value_scale_of(block + v_plane, slot, column)
+                weights, left = _WEIGHTS + 4 * slot, i32(count - slot)
+                further = 0
+                while further < BLOCK_CELLS:
+                    weight = shared_load_f32(weights + 4 * further)
+                    seen = further < left
+                    a, b, c, d = mix(place, scale_place, further, weight, seen, a, b, c, d)
+                    further += slots
+                start += BLOCK_CELLS
+
+            if thread < slots * columns:
+                place = results + 4 * (value_length * slot + 4 * column)
+                shared_store_f32(place, a)
+                shared_store_f32(place + 4, b)
+                shared_store_f32(place + 8, c)
+                shared_store_f32(place + 12, d)
             if thread < BLOCK_CELLS:
-                score = shared_load_f32(_SCORES + 4 * thread)
-                before = best
-                other = shared_load_f32(_SCORES + 4 * (thread ^ WARP))
-                best = larger_f32(best, warp_max(larger_f32(score, other)))
-                # While all scores are -infinity, any finite number gives the weights 0.
-                finite = f32(0.0) if best == f32(_MINUS_INFINITY) else best
-                shrink = exp(before - finite)
-                weight = exp(score - finite)
-                total = fma(total, shrink, weight)
-                shared_store_f32(_WEIGHTS + 4 * thread, weight)
-                if thread == 0:
-                    shared_store_f32(_SHRINK, shrink)
+                total = warp_sum(total)
+                if thread % WARP == 0:
+                    shared_store_f32(_TOTALS + 4 * (thread // WARP), total)
             barrier()
-
-            shrink = shared_load_f32(_SHRINK)
-            a, b, c, d = a * shrink, b * shrink, c * shrink, d * shrink
-            place = value_of(block + v_plane, slot, column)
-            scale_place = value_scale_of(block + v_plane, slot, column)
-            weights, left = _WEIGHTS + 4 * slot, i32(count - slot)
-            further = 0
-            while further < BLOCK_CELLS:
-                weight = shared_load_f32(weights + 4 * further)
-                a, b, c, d = mix(place, scale_place, further, weight, further < left, a, b, c, d)
-                further += slots
-            start += BLOCK_CELLS
-
-        if thread < slots * columns:
-            place = results + 4 * (value_length * slot + 4 * column)
-            shared_store_f32(place, a)
-            shared_store_f32(place + 4, b)
-            shared_store_f32(place + 8, c)
-            shared_store_f32(place + 12, d)
-        if thread < BLOCK_CELLS:
-            total = warp_sum(total)
-            if thread % WARP == 0:
-                shared_store_f32(_TOTALS + 4 * (thread // WARP), total)
-        barrier()
-        total = shared_load_f32(_TOTALS) + shared_load_f32(_TOTALS + 4)
-        if thread < value_length:
-            place = results + 4 * thread
-            mixed = shared_load_f32(place)
-            slot = 1
-            while slot < slots:
-                mixed += shared_load_f32(place + 4 * value_length * slot)
-                slot += 1
-            store_f32(out + 4 * (value_length * head_of_row + thread), mixed / total)
+            if thread < value_length:
+                place = results + 4 * thread
+                mixed = shared_load_f32(place)
+                other_slot = 1
+                while other_slot < slots:
+                    mixed += shared_load_f32(place + 4 * value_length * other_slot)
+                    other_slot += 1
+                store_f32(own_work + 4 * (value_length * run + thread), mixed)
+            if thread == 0:
+                place = maxima_of(own_work, room, value_length) + 4 * run
+                store_f32(place, best)
+                total = shared_load_f32(_TOTALS) + shared_load_f32(_TOTALS + 4)
+                store_f32(place + 4 * room, total)
+            barrier()
+            run += i64(blocks_z())
 
     name = f"attention_{keys}_{values}_{key_length}_{value_length}_{group}"
     attention.__name__ = attention.__qualname__ = name
@@ -201,6 +220,6 @@ def attention_kernel(
         name,
         attention,
         _THREADS,
-        lambda arguments, most_rows: (arguments["heads"], most_rows, 1),
+        lambda given, most_rows: grid_of(given["heads"], given, most_rows),
         lambda _: results + 4 * value_length * slots,
     )

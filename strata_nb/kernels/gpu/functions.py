@@ -8,6 +8,7 @@ from typing import Any
 from strata_nb.formats import CACHE_TYPES, TensorType
 from strata_nb.kernels.gpu.activations import quantise_kernel
 from strata_nb.kernels.gpu.attention import attention_kernel
+from strata_nb.kernels.gpu.attention_halves import halves_attention_kernel, takes
 from strata_nb.kernels.gpu.embedding import embed_kernel
 from strata_nb.kernels.gpu.gating import gated_add_kernel, silu_mul_kernel
 from strata_nb.kernels.gpu.linear import linear_kernel
@@ -31,13 +32,21 @@ _FUNCTIONS: dict[str, Find] = {
     "kv_append": lambda pair, given: kv_append_kernel(
         *pair, given["key_length"], given["value_length"]
     ),
-    "attention": lambda pair, given: attention_kernel(
-        *pair, given["key_length"], given["value_length"], given["heads"] // given["kv_heads"]
+    "attention": lambda pair, given: _attention(
+        pair,
+        (given["key_length"], given["value_length"]),
+        given["heads"] // given["kv_heads"],
     ),
     "silu_mul": lambda _, __: silu_mul_kernel(),
     "gated_add": lambda _, __: gated_add_kernel(),
     "sample": lambda _, given: sample_kernel(given["vocabulary"]),
 }
+
+
+def _attention(pair: tuple[str, str], lengths: tuple[int, int], group: int) -> GpuKernel:
+    if takes(*pair, *lengths):
+        return halves_attention_kernel(*lengths, group)
+    return attention_kernel(*pair, *lengths, group)
 
 
 def gpu_kernel(launch: Launch) -> GpuKernel:

@@ -327,6 +327,27 @@ block_z = Intrinsic(
 )
 
 
+_GRID_Z = 20  # where the packet of a launch has it, in threads, of which a block has one
+
+
+def _amd_blocks_z(builder: Any, _: list[Any]) -> Any:
+    ir = _ir()
+    kind = ir.FunctionType(ir.IntType(8).as_pointer(4), [])
+    name = "llvm.amdgcn.dispatch.ptr"
+    packet = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    place = builder.gep(builder.call(packet, []), [ir.Constant(ir.IntType(64), _GRID_Z)])
+    return builder.load(builder.bitcast(place, ir.IntType(32).as_pointer(4)), align=4)
+
+
+# How many blocks the grid has in z.
+blocks_z = Intrinsic(
+    "blocks_z",
+    "i32()",
+    ptx=_call("llvm.nvvm.read.ptx.sreg.nctaid.z", "i32()"),
+    amdgpu=_amd_blocks_z,
+)
+
+
 # -- lanes together --------------------------------------------------------------------------------
 
 
@@ -362,21 +383,33 @@ def _nvidia_shuffle(builder: Any, arguments: list[Any]) -> Any:
     return builder.bitcast(moved, value.type) if floats else moved
 
 
+def _amd_lane(builder: Any) -> Any:
+    """Return the number of a lane among those that run together."""
+    ir = _ir()
+    low = _call("llvm.amdgcn.mbcnt.lo", "i32(i32, i32)")
+    high = _call("llvm.amdgcn.mbcnt.hi", "i32(i32, i32)")
+    all_lanes, zero = ir.Constant(ir.IntType(32), -1), ir.Constant(ir.IntType(32), 0)
+    return high(builder, [all_lanes, low(builder, [all_lanes, zero])])
+
+
+def _amd_word_of(builder: Any, word: Any, lane: Any, further: int) -> Any:
+    """Return a word of the lane that is so much further than another."""
+    ir = _ir()
+    source = builder.add(lane, ir.Constant(ir.IntType(32), further))
+    address = builder.shl(source, ir.Constant(ir.IntType(32), 2))
+    return _call("llvm.amdgcn.ds.bpermute", "i32(i32, i32)")(builder, [address, word])
+
+
 def _amd_shuffle(builder: Any, arguments: list[Any]) -> Any:
     ir = _ir()
     i32 = ir.IntType(32)
     value, other = arguments
     floats = value.type == ir.FloatType()
     bits = builder.bitcast(value, i32) if floats else value
-    low = _call("llvm.amdgcn.mbcnt.lo", "i32(i32, i32)")
-    high = _call("llvm.amdgcn.mbcnt.hi", "i32(i32, i32)")
-    all_lanes, zero = ir.Constant(i32, -1), ir.Constant(i32, 0)
-    lane = high(builder, [all_lanes, low(builder, [all_lanes, zero])])
+    lane = _amd_lane(builder)
     within = builder.and_(lane, ir.Constant(i32, WARP - 1))
     first = builder.sub(lane, within)  # of this warp: some cards run 64 lanes together
-    source = builder.add(first, builder.xor(within, other))
-    address = builder.shl(source, ir.Constant(i32, 2))
-    moved = _call("llvm.amdgcn.ds.bpermute", "i32(i32, i32)")(builder, [address, bits])
+    moved = _amd_word_of(builder, bits, builder.add(first, builder.xor(within, other)), 0)
     return builder.bitcast(moved, value.type) if floats else moved
 
 
@@ -610,4 +643,65 @@ f32 = Intrinsic(
     "f32",
     "f32(f64)",
     body=lambda builder, arguments: builder.fptrunc(arguments[0], llvm_type("f32")),
+)
+
+
+# -- products of matrices --------------------------------------------------------------------------
+#
+# A warp multiplies A, 16 rows of 8 halves, with B, 8 rows of 8 halves, and adds the product to C,
+# 16 rows of 8 floats. Of lane 4 * g + t, in words of two halves (the lower one first):
+#
+#     A   rows g and g + 8, columns 2 * t and 2 * t + 1     two words
+#     B   rows 2 * t and 2 * t + 1, column g                a word
+#     C   rows g and g + 8, columns 2 * t and 2 * t + 1     four floats
+#
+# Products are exact; how their sums are rounded is the card's own, the same every time.
+
+_MMA = (
+    "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+    "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
+)
+
+
+def _nvidia_mma(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    kind = ir.FunctionType(llvm_type("4xf32"), [one.type for one in arguments])
+    code = ir.InlineAsm(kind, _MMA, "=f,=f,=f,=f,r,r,r,f,f,f,f", True)
+    return builder.call(code, arguments, attrs=("convergent",))  # all lanes together, or none
+
+
+def _amd_mma(builder: Any, arguments: list[Any]) -> Any:
+    """Fetch the words of A and B from the lanes that have them, and multiply in plain floats."""
+    ir = _ir()
+    upper, lower, other, *sums = arguments
+
+    def constant(value: int) -> Any:
+        return ir.Constant(ir.IntType(32), value)
+
+    lane = _amd_lane(builder)
+    t = builder.and_(lane, constant(3))
+    row = builder.sub(lane, t)  # the first lane that has this one's row
+    column = builder.add(builder.and_(lane, constant(-WARP)), builder.shl(t, constant(3)))
+    for word in range(4):
+        a, b = (_amd_word_of(builder, one, row, word) for one in (upper, lower))
+        c, d = (_amd_word_of(builder, other, column, first + word) for first in (0, 4))
+        for shift in (0, 16):
+            rows, columns = (
+                [_float_of_half(builder, [builder.lshr(one, constant(shift))]) for one in pair]
+                for pair in ((a, b), (c, d))
+            )
+            for number in range(4):
+                factors = [rows[number >> 1], columns[number & 1], sums[number]]
+                sums[number] = _call("llvm.fma.f32", "f32(f32, f32, f32)")(builder, factors)
+    found = ir.Constant(llvm_type("4xf32"), ir.Undefined)
+    for number, one in enumerate(sums):
+        found = builder.insert_value(found, one, number)
+    return found
+
+
+mma_16x8x8 = Intrinsic(
+    "mma_16x8x8",
+    "4xf32(i32, i32, i32, f32, f32, f32, f32)",
+    ptx=_nvidia_mma,
+    amdgpu=_amd_mma,
 )

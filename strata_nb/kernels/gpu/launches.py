@@ -5,6 +5,7 @@ them together, or another kernel for one row than for eight; results have the sa
 goes over the program and puts launches of cards in the place of those that it knows better; what is
 left then becomes the card's kernel for it.
 
+    with_runs        a layer's attention
     with_routes      a layer's routing and experts
     with_shares      a choice of tokens in two launches
     with_one_row     products of a single row
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from strata_nb.kernels.gpu.attention_launches import with_runs
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.one_row_launches import with_one_row
 from strata_nb.kernels.gpu.routed import with_routes
@@ -23,7 +25,7 @@ from strata_nb.kernels.program import Launch, Program
 
 def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows."""
-    found = list(with_shares(with_routes(program)))
+    found = list(with_shares(with_routes(list(with_runs(program)))))
     if rows == 1:
         found = list(with_one_row(found))
     return [one if isinstance(one, CardLaunch) else card_launch(one) for one in found]

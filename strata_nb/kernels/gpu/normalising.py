@@ -49,7 +49,8 @@ _MOST_THREADS = 1024
 _KEPT = 4  # values of a row that a thread has in registers
 
 
-def _threads(width: int) -> int:
+def threads_of(width: int) -> int:
+    """Return how many threads add a part of so many values."""
     return next((threads for widest, threads in _THREADS if width <= widest), _MOST_THREADS)
 
 
@@ -151,5 +152,5 @@ def rms_norm_kernel(width: int) -> GpuKernel:
 
     Reads 4 bytes of x and 4 of weight for each value, writes 4 and 1.5.
     """
-    threads = _threads(width)
+    threads = threads_of(width)
     return _rms_norm(threads, width <= _KEPT * threads)

@@ -36,7 +36,7 @@ from strata_nb.kernels.gpu.operations import Function, GpuKernel, warp_max_i32
 from strata_nb.kernels.gpu.planes import plane_bytes
 
 _THREADS = 64
-_GROUP = CACHE_TYPES["int8"].group  # what a warp stores at a time, two values a lane
+STORED_TOGETHER = CACHE_TYPES["int8"].group  # what a warp stores at a time, two values a lane
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
 _MAGNITUDE = 0x7FFFFFFF
 _LIMIT = 127
@@ -92,25 +92,34 @@ def rope_kernel() -> GpuKernel:
 # -- kv_append -------------------------------------------------------------------------------------
 
 
-def _rotated(x: int, cosines: int, number: int, length: int, planes: int, halves: int) -> Any:
-    """Return one value of a head, rotated, or 0 behind its end; x and cosines are addresses."""
-    if number >= length:
-        return f32(0.0)
-    here = load_f32(x + 4 * number)
-    if number >= 2 * planes:
-        return here
-    if halves:
-        is_second = number >= planes
-        plane = number - planes if is_second else number
-        distance = planes
-    else:
-        is_second = number & 1 == 1
-        plane = number >> 1
-        distance = 1
-    cosine, sine = fetch_f32(cosines + 4 * plane), fetch_f32(cosines + 4 * (planes + plane))
-    if is_second:
-        return _second(load_f32(x + 4 * (number - distance)), here, cosine, sine)
-    return _first(here, load_f32(x + 4 * (number + distance)), cosine, sine)
+@cache
+def rotator(load: Function, load_angle: Function) -> Function:
+    """Return a function (x, cosines, number, length, planes, halves).
+
+    It returns one value of a head, rotated, or 0 behind its end; x and cosines are the places of
+    float32 for `load` and `load_angle`, the sines lie behind the cosines.
+    """
+
+    def rotated(x: int, cosines: int, number: int, length: int, planes: int, halves: int) -> Any:
+        if number >= length:
+            return f32(0.0)
+        here = load(x + 4 * number)
+        if number >= 2 * planes:
+            return here
+        if halves:
+            is_second = number >= planes
+            plane = number - planes if is_second else number
+            distance = planes
+        else:
+            is_second = number & 1 == 1
+            plane = number >> 1
+            distance = 1
+        cosine, sine = load_angle(cosines + 4 * plane), load_angle(cosines + 4 * (planes + plane))
+        if is_second:
+            return _second(load(x + 4 * (number - distance)), here, cosine, sine)
+        return _first(here, load(x + 4 * (number + distance)), cosine, sine)
+
+    return rotated
 
 
 def _quantised(value: Any, scale: Any) -> Any:
@@ -119,7 +128,7 @@ def _quantised(value: Any, scale: Any) -> Any:
 
 
 @cache
-def _store_of(kind: str, length: int) -> Function:
+def store_of(kind: str, length: int) -> Function:
     """Return a function (plane, cell, group, lane, low, high).
 
     A warp stores the values 64 * group .. 64 * group + 63 of a head, or those that it has, as part
@@ -128,7 +137,7 @@ def _store_of(kind: str, length: int) -> Function:
     groups = CACHE_TYPES["int8"].groups(length)
 
     def store_floats(plane: int, cell: int, group: int, lane: int, low: Any, high: Any) -> None:
-        number = _GROUP * group + lane
+        number = STORED_TOGETHER * group + lane
         place = plane + 4 * (length * cell + number)
         if number < length:
             store_f32(place, low)
@@ -136,7 +145,7 @@ def _store_of(kind: str, length: int) -> Function:
             store_f32(place + 4 * WARP, high)
 
     def store_halves(plane: int, cell: int, group: int, lane: int, low: Any, high: Any) -> None:
-        number = _GROUP * group + lane
+        number = STORED_TOGETHER * group + lane
         place = plane + 2 * (length * cell + number)
         if number < length:
             store_i16(place, half_of_f32(low))
@@ -151,7 +160,7 @@ def _store_of(kind: str, length: int) -> Function:
         scale = f32_of_half(half)
         # Else there is nothing to keep, or a scale that shows as NaN when read.
         usable = scale > f32(0.0) and scale < f32(_INFINITY)
-        number = _GROUP * group + lane
+        number = STORED_TOGETHER * group + lane
         place = plane + length * cell + number
         if number < length:
             store_i8(place, _quantised(low, scale) if usable else 0)
@@ -170,8 +179,12 @@ def kv_append_kernel(keys: str, values: str, key_length: int, value_length: int)
     Grid (heads, rows, 2): keys and values apart; 64 threads, of which a warp stores 64 values at a
     time.
     """
-    store_key, store_value = _store_of(keys, key_length), _store_of(values, value_length)
-    key_groups, value_groups = -(-key_length // _GROUP), -(-value_length // _GROUP)
+    rotated = rotator(load_f32, fetch_f32)
+    store_key, store_value = store_of(keys, key_length), store_of(values, value_length)
+    key_groups, value_groups = (
+        -(-key_length // STORED_TOGETHER),
+        -(-value_length // STORED_TOGETHER),
+    )
     key_plane, value_plane = plane_bytes(keys, key_length), plane_bytes(values, value_length)
 
     def kv_append(
@@ -205,16 +218,16 @@ def kv_append_kernel(keys: str, values: str, key_length: int, value_length: int)
             plane = block + k_offset + key_plane * head
             x, cosines = k + 4 * key_length * unit, table + 8 * planes * position
             while group < key_groups:
-                number = _GROUP * group + lane
-                low = _rotated(x, cosines, number, key_length, planes, halves)
-                high = _rotated(x, cosines, number + WARP, key_length, planes, halves)
+                number = STORED_TOGETHER * group + lane
+                low = rotated(x, cosines, number, key_length, planes, halves)
+                high = rotated(x, cosines, number + WARP, key_length, planes, halves)
                 store_key(plane, cell, group, lane, low, high)
                 group += _THREADS // WARP
         else:
             plane = block + v_offset + value_plane * head
             x = v + 4 * value_length * unit
             while group < value_groups:
-                number = _GROUP * group + lane
+                number = STORED_TOGETHER * group + lane
                 low = load_f32(x + 4 * number) if number < value_length else f32(0.0)
                 number += WARP
                 high = load_f32(x + 4 * number) if number < value_length else f32(0.0)

@@ -16,14 +16,14 @@ The arguments of the three are named as those of the table; what `blobs` is says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.experts import expert_down_kernel, expert_gate_up_kernel
 from strata_nb.kernels.gpu.operations import Arguments, GpuKernel
 from strata_nb.kernels.gpu.routing import route_kernel
-from strata_nb.kernels.program import Launch, Program
+from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
 
 FUSED = ("router_top_k", "expert_group", "expert_gather", "expert_gate_up", "expert_down")
@@ -73,7 +73,7 @@ CARD_KERNELS = {
 }
 
 
-def with_routes(program: Program) -> Iterator[Launch | CardLaunch]:
+def with_routes(program: Sequence[Launch | CardLaunch]) -> Iterator[Launch | CardLaunch]:
     """Yield the launches of a program, with those of each layer's experts as a card has them.
 
     ValueError where one of them stands alone: it has no kernel on a card.
@@ -81,11 +81,11 @@ def with_routes(program: Program) -> Iterator[Launch | CardLaunch]:
     number = 0
     while number < len(program):
         one = program[number]
-        if one.kernel not in FUSED:
+        if isinstance(one, CardLaunch) or one.kernel not in FUSED:
             yield one
             number += 1
             continue
-        layer = program[number : number + len(FUSED)]
+        layer = [one for one in program[number : number + len(FUSED)] if isinstance(one, Launch)]
         if tuple(part.kernel for part in layer) != FUSED:
             names = ", ".join(part.kernel for part in layer)
             raise ValueError(f"{one.label}: a card takes {', '.join(FUSED)} together, not {names}")

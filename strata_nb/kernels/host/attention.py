@@ -120,11 +120,11 @@ def _function(keys: str, values: str, key_length: int, value_length: int) -> Cal
         rows = load_i64(word(arguments, 0))
         sequences, positions = word(arguments, 1), word(arguments, 2)
         q, blocks, out = word(arguments, 3), word(arguments, 4), word(arguments, 5)
-        table_width = word(arguments, 6)
-        k_offset, v_offset = word(arguments, 7), word(arguments, 8)
-        heads, kv_heads = word(arguments, 9), word(arguments, 10)
-        scale = real(arguments, 13)
-        states = word(arguments, 14) + thread * word(arguments, 15)
+        table_width = word(arguments, 7)
+        k_offset, v_offset = word(arguments, 8), word(arguments, 9)
+        heads, kv_heads = word(arguments, 10), word(arguments, 11)
+        scale = real(arguments, 14)
+        states = word(arguments, 15) + thread * word(arguments, 16)
         group = heads // kv_heads
         unit_heads = _heads_a_unit(rows, kv_heads, group, threads)
         unit, first = 0, 0

@@ -1,0 +1,118 @@
+"""What a card launches for the attention of a layer: fewer and other kernels than the table's.
+
+    table                                          card
+    (rms_norm of q, of k,) rope, kv_append         prepare
+    attention (, quantise of its result)           attention by runs, combine
+
+The results have the bits that the kernels of the table give one by one; only what nothing reads
+behind them is not written: keys that are normalised and not yet rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
+from strata_nb.kernels.gpu.combining import ARGUMENTS as COMBINE
+from strata_nb.kernels.gpu.combining import combine_kernel
+from strata_nb.kernels.gpu.functions import arguments_of
+from strata_nb.kernels.gpu.preparing import ARGUMENTS as PREPARE
+from strata_nb.kernels.gpu.preparing import normed_by_a_warp, prepare_kernel
+from strata_nb.kernels.program import Launch
+
+
+class Fused(NamedTuple):
+    """Hold what is launched, and how many launches of the program that stands for."""
+
+    made: Sequence[CardLaunch]
+    taken: int
+
+
+def with_runs(program: Sequence[Launch]) -> Iterator[Launch | CardLaunch]:
+    """Yield launches, with those of each layer's attention as a card has them."""
+    number = 0
+    while number < len(program):
+        fused = _fused(program, number)
+        yield from fused.made if fused else program[number : number + 1]
+        number += fused.taken if fused else 1
+
+
+def _fused(program: Sequence[Launch], start: int) -> Fused | None:
+    """Return what a card launches for the launches from `start` on, None if they are no part of
+    attention that is launched otherwise."""
+    first = program[start]
+    if first.kernel == "attention":
+        return _attention(program, start)
+    for normed in (True, False):
+        names = ("rms_norm", "rms_norm", "rope", "kv_append")[0 if normed else 2 :]
+        found = program[start : start + len(names)]
+        if tuple(one.kernel for one in found) == names:
+            made = _prepare(found, normed=normed)
+            if made is not None:
+                return Fused([made], len(names))
+    return None
+
+
+def _attention(program: Sequence[Launch], start: int) -> Fused:
+    one = program[start]
+    given = arguments_of(one)
+    heads, length = given["heads"], given["value_length"]
+    packed = 0
+    if length % 32 == 0 and start + 1 < len(program) and program[start + 1].kernel == "quantise":
+        after = arguments_of(program[start + 1])
+        is_of_these = after["rows"] == given["rows"] and after["x"] == given["out"]
+        if is_of_these and (after["times"], after["values"]) == (1, heads * length):
+            packed = after["packed"]
+    values = {**given, "packed": packed}
+    combine = CardLaunch(
+        combine_kernel(length),
+        f"{one.label}.combine",
+        {name: values[name] for name, _ in COMBINE},
+        tuple(kind for _, kind in COMBINE),
+    )
+    return Fused([card_launch(one), combine], 2 if packed else 1)
+
+
+def _prepare(found: Sequence[Launch], *, normed: bool) -> CardLaunch | None:
+    """Return the launch of `prepare` in place of those of the table, None where they do not fit."""
+    *norms, rope, store = (arguments_of(one) for one in found)
+    shared = ("rows", "positions", "table", "planes", "halves")
+    if any(rope[name] != store[name] for name in shared) or rope["length"] != store["key_length"]:
+        return None
+    weights = [0, 0]
+    eps = 0
+    if normed:
+        for norm, x, heads in zip(
+            norms, (rope["x"], store["k"]), (rope["heads"], store["heads"]), strict=True
+        ):
+            wanted = {
+                "rows": rope["rows"],
+                "index": 0,
+                "x": x,
+                "out": x,
+                "packed": 0,
+                "parts": heads,
+                "width": rope["length"],
+                "eps": norms[0]["eps"],
+            }
+            if any(norm[name] != value for name, value in wanted.items()):
+                return None
+        if not normed_by_a_warp(rope["length"]):
+            return None
+        weights, eps = [norm["weight"] for norm in norms], norms[0]["eps"]
+    values = {
+        **store,
+        "q": rope["x"],
+        "q_weight": weights[0],
+        "k_weight": weights[1],
+        "heads": rope["heads"],
+        "kv_heads": store["heads"],
+        "eps": eps,
+    }
+    variant = found[-1].variant
+    assert isinstance(variant, tuple)  # noqa: S101 - the table says so
+    kernel = prepare_kernel(*variant, store["key_length"], store["value_length"])
+    arguments = {name: values[name] for name, _ in PREPARE}
+    label = found[-1].label.replace("kv_append", "prepare")
+    return CardLaunch(kernel, label, arguments, tuple(kind for _, kind in PREPARE))

@@ -1,0 +1,146 @@
+"""Join the runs of attention: the second of its two kernels on a card.
+
+A block of threads has a head of a row, a thread one value of it:
+
+    weight of a run = exp(its maximum - the largest of all)
+    value           = sum of weight * values of the run / sum of weight * sum of the run
+
+fused, runs ascending. What multiplies quantised rows next gets its row from here as well.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from strata_nb.kernels.gpu.activations import quantise_sub_block
+from strata_nb.kernels.gpu.exponential import exp
+from strata_nb.kernels.gpu.intrinsics import (
+    WARP,
+    await_previous,
+    barrier,
+    block_x,
+    block_y,
+    f32,
+    fma,
+    i64,
+    larger_f32,
+    load_f32,
+    load_i64,
+    shared_load_f32,
+    shared_store_f32,
+    store_f32,
+    thread_index,
+)
+from strata_nb.kernels.gpu.operations import Arguments, Function, GpuKernel, blocks_of, warp_max
+from strata_nb.kernels.gpu.runs import maxima_of, room_for_runs, work_of
+from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
+from strata_nb.kernels.runs import RUN_CELLS, runs_of
+
+ARGUMENTS = (
+    ("rows", "address"),
+    ("positions", "address"),
+    ("work", "address"),
+    ("out", "address"),
+    ("packed", "address"),
+    ("table_width", "integer"),
+    ("heads", "integer"),
+)
+"""Of the kernel, by name and kind. packed: the quantised rows, 0: not wanted."""
+
+_RUN_SHIFT = RUN_CELLS.bit_length() - 1
+_AT_ONCE = 8  # runs whose values are on their way together
+_MINUS_INFINITY = float("-inf")
+
+
+@cache
+def _joiner(value_length: int, count: int = _AT_ONCE) -> Function:
+    """Return a function (place, left, shared, total): total and weights times values of `count`
+    runs, the first at an address; behind `left` runs there are none.
+
+    shared   where their weights are
+    """
+    step = 4 * value_length
+
+    def once(place: int, left: int, shared: int, total: Any) -> Any:
+        value = load_f32(place if left > 0 else place - step * (1 - left))
+        return fma(shared_load_f32(shared), value if left > 0 else f32(0.0), total)
+
+    if count == 1:
+        return once
+    half = count // 2
+    first, second = _joiner(value_length, half), _joiner(value_length, count - half)
+
+    def join(place: int, left: int, shared: int, total: Any) -> Any:
+        total = first(place, left, shared, total)
+        return second(place + step * half, left - half, shared + 4 * half, total)
+
+    return join
+
+
+@cache
+def combine_kernel(value_length: int) -> GpuKernel:
+    """Return the kernel `combine` for a length of heads: grid (heads, rows), a thread a value.
+
+    Quantised rows are for lengths that are multiples of 32. Reads 4 * (value_length + 2) bytes a
+    run, writes 4 and 1.5 a value.
+    """
+    join = _joiner(value_length)
+    threads = WARP * blocks_of(value_length, WARP)
+
+    def combine(
+        rows: int, positions: int, work: int, out: int, packed: int, table_width: int, heads: int
+    ) -> None:
+        head, row, thread = i64(block_x()), i64(block_y()), i64(thread_index())
+        count, position = load_i64(rows), load_i64(positions + 8 * row)
+        await_previous()
+        if row >= count:
+            return
+        runs, room = (position >> _RUN_SHIFT) + 1, room_for_runs(table_width)
+        values = work_of(work, row * heads + head, room, value_length)
+        maxima = maxima_of(values, room, value_length)
+        sums = maxima + 4 * room
+
+        run, best = thread & (WARP - 1), f32(_MINUS_INFINITY)
+        while run < runs:
+            best = larger_f32(best, load_f32(maxima + 4 * run))
+            run += WARP
+        best = warp_max(best)
+        finite = f32(0.0) if best == f32(_MINUS_INFINITY) else best
+        run = thread
+        while run < runs:
+            weight = exp(load_f32(maxima + 4 * run) - finite)
+            shared_store_f32(4 * run, weight)
+            shared_store_f32(4 * (room + _AT_ONCE + run), weight * load_f32(sums + 4 * run))
+            run += threads
+        if thread < _AT_ONCE:
+            shared_store_f32(4 * (runs + thread), f32(0.0))
+        barrier()
+
+        total, run = f32(0.0), i64(0)
+        while run < runs:
+            total += shared_load_f32(4 * (room + _AT_ONCE + run))
+            run += 1
+        number = min(thread, value_length - 1)
+        mixed, run = f32(0.0), i64(0)
+        while run < runs:
+            place = values + 4 * (value_length * run + number)
+            mixed = join(place, runs - run, 4 * run, mixed)
+            run += _AT_ONCE
+        value = mixed / total
+        before = value_length * head
+        if thread < value_length:
+            store_f32(out + 4 * (value_length * heads * row + before + thread), value)
+        if packed != 0:
+            sub_blocks = (value_length * heads) >> 5
+            packed_row = packed + SUB_BLOCK_BYTES * sub_blocks * row
+            quantise_sub_block(value, thread & 31, packed_row, sub_blocks, (before + thread) >> 5)
+
+    def shared_bytes(given: Arguments) -> int:
+        return 8 * (runs_of(given["table_width"]) + _AT_ONCE)
+
+    name = f"combine_{value_length}"
+    combine.__name__ = combine.__qualname__ = name
+    return GpuKernel(
+        name, combine, threads, lambda given, rows: (given["heads"], rows, 1), shared_bytes
+    )

@@ -1,0 +1,167 @@
+"""Floats as pairs of halves, for products of matrices that are nearly as exact as float32.
+
+A float is the sum of two halves, the nearest one and what that leaves, to 22 bits; so a product
+with halves is two products of halves. Functions here work on tuples that become registers; each is
+made for a length, and works on the first items and leaves the others to the next shorter one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from strata_nb.kernels.gpu.intrinsics import (
+    bits_of_f32,
+    f32_of_bits,
+    f32_of_half,
+    half_of_f32,
+    i32,
+    larger_f32,
+    load_4xf32,
+    load_4xi32,
+    mma_16x8x8,
+)
+from strata_nb.kernels.gpu.operations import Function
+
+_LOW_HALF, _HIGH_HALF = 0xFFFF, -0x10000
+_MAGNITUDE, _EXPONENT = 0x7FFFFFFF, 0x7F800000
+_MANTISSA_BITS = 23
+_LEAST_EXPONENT = 15  # as float32 has them: 2 ** -112; below, floats are as good as zero
+_TOP = 14  # the exponent to which the largest float is brought: a half has 15 at most
+
+
+def halves_of(x: Any, y: Any) -> Any:
+    """Return two floats as two words: their nearest halves, and the halves nearest to the rest."""
+    first, second = half_of_f32(x), half_of_f32(y)
+    rest, other = x - f32_of_half(first), y - f32_of_half(second)
+    return i32(first | second << 16), i32(half_of_f32(rest) | half_of_f32(other) << 16)
+
+
+def low_halves(a: Any, b: Any) -> Any:
+    """Return the word of the lower halves of two words."""
+    return i32((a & _LOW_HALF) | (b << 16))
+
+
+def high_halves(a: Any, b: Any) -> Any:
+    """Return the word of the upper halves of two words."""
+    return i32(((a >> 16) & _LOW_HALF) | (b & _HIGH_HALF))
+
+
+def magnitude_of(x: Any) -> Any:
+    """Return a float without its sign."""
+    return f32_of_bits(i32(bits_of_f32(x) & _MAGNITUDE))
+
+
+def power_below(magnitude: Any) -> Any:
+    """Return two powers of two: one that brings a float to 2 ** 14 .. 2 ** 15, and its inverse."""
+    exponent = max((bits_of_f32(magnitude) & _EXPONENT) >> _MANTISSA_BITS, _LEAST_EXPONENT)
+    up = f32_of_bits(i32((2 * 127 + _TOP - exponent) << _MANTISSA_BITS))
+    return up, f32_of_bits(i32((exponent - _TOP) << _MANTISSA_BITS))
+
+
+# -- tuples ----------------------------------------------------------------------------------------
+
+
+@cache
+def loader_of_floats(times: int, step: int) -> Function:
+    """Return a function (address) that loads eight floats, and again `step` bytes further on."""
+
+    def eight(address: int) -> Any:
+        return load_4xf32(address) + load_4xf32(address + 16)
+
+    if times == 1:
+        return eight
+    others = loader_of_floats(times - 1, step)
+
+    def load(address: int) -> Any:
+        return eight(address) + others(address + step)
+
+    return load
+
+
+@cache
+def loader_of_words(times: int, step: int) -> Function:
+    """Return a function (address) that loads four words, and again `step` bytes further on."""
+
+    def four(address: int) -> Any:
+        return load_4xi32(address)
+
+    if times == 1:
+        return four
+    others = loader_of_words(times - 1, step)
+
+    def load(address: int) -> Any:
+        return four(address) + others(address + step)
+
+    return load
+
+
+def _larger(x: Any, y: Any) -> Any:
+    return larger_f32(magnitude_of(x), magnitude_of(y))
+
+
+def _largest_of_eight(x: Any) -> Any:
+    first = larger_f32(_larger(x[0], x[1]), _larger(x[2], x[3]))
+    return larger_f32(first, larger_f32(_larger(x[4], x[5]), _larger(x[6], x[7])))
+
+
+@cache
+def largest(times: int) -> Function:
+    """Return a function (floats): the largest magnitude of 8 * times floats."""
+    if times == 1:
+        return _largest_of_eight
+    others = largest(times - 1)
+
+    def of_all(x: Any) -> Any:
+        return larger_f32(_largest_of_eight(x), others(x[8:]))
+
+    return of_all
+
+
+def _split_eight(x: Any, factor: Any) -> Any:
+    first = halves_of(x[0] * factor, x[1] * factor) + halves_of(x[2] * factor, x[3] * factor)
+    return first + halves_of(x[4] * factor, x[5] * factor) + halves_of(x[6] * factor, x[7] * factor)
+
+
+@cache
+def splitter(times: int) -> Function:
+    """Return a function (floats, factor): 8 * times floats times a factor, as pairs of words."""
+    if times == 1:
+        return _split_eight
+    others = splitter(times - 1)
+
+    def split(x: Any, factor: Any) -> Any:
+        return _split_eight(x, factor) + others(x[8:], factor)
+
+    return split
+
+
+def _step(a: Any, b: Any, x: Any, y: Any, c: Any) -> Any:
+    first = mma_16x8x8(a, b, x, c[0], c[1], c[2], c[3])
+    return first + mma_16x8x8(a, b, y, c[4], c[5], c[6], c[7])
+
+
+def _four_steps(a: Any, x: Any, y: Any, c: Any) -> Any:
+    c = _step(a[0], a[1], x[0], y[0], c)
+    c = _step(a[2], a[3], x[1], y[1], c)
+    c = _step(a[4], a[5], x[2], y[2], c)
+    return _step(a[6], a[7], x[3], y[3], c)
+
+
+@cache
+def products(times: int) -> Function:
+    """Return a function (a, x, y, c): c and the products of a matrix with two others, which have
+    32 * times rows.
+
+    a      8 * times words: two of each step of 8
+    x, y   4 * times words each
+    c      eight floats: four of each product
+    """
+    if times == 1:
+        return _four_steps
+    others = products(times - 1)
+
+    def of_all(a: Any, x: Any, y: Any, c: Any) -> Any:
+        return others(a[8:], x[4:], y[4:], _four_steps(a, x, y, c))
+
+    return of_all
