@@ -30,6 +30,7 @@ from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress, Say
+from strata_nb.shared_tables import SharedTable
 from strata_nb.tracing import Recorder, RecordingDriver
 
 if TYPE_CHECKING:
@@ -37,6 +38,31 @@ if TYPE_CHECKING:
 
 # That are read to measure the host's memory, more than caches hold; where memory is short, less.
 PLAIN_READ_BYTES, PLAIN_READ_LEAST = 1 << 30, 128 << 20
+
+
+class Flights(Protocol):
+    """Begin windows on a device; at most two are under way."""
+
+    def begin(
+        self,
+        program: Any,
+        rows: int,
+        address: int,
+        sent: NDArray[np.uint8],
+        fetched: Sequence[tuple[int, int]],
+    ) -> Any:
+        """Send bytes to an address, run a program, and begin to fetch (address, bytes) behind it.
+
+        Returns what `land` is given. Nothing waits, and `sent` may be changed at once. Sizes are
+        multiples of 8 bytes.
+        """
+
+    def land(self, flight: Any) -> NDArray[np.int64]:
+        """Wait for a window; return the words that it fetched, one behind the other.
+
+        They stay until the window after the next begins.
+        """
+
 
 Prepared = TypeVar("Prepared")  # a program in the form that a backend runs
 
@@ -105,11 +131,11 @@ class Backend(Protocol[Prepared]):
     def prepare(self, programs: Sequence[Program]) -> Sequence[Prepared]:
         """Make programs ready to run; they can be run until the backend is closed."""
 
-    def share(self, table: NDArray[Any], *, is_written: bool = False) -> int:
+    def share(self, table: SharedTable, *, is_written: bool = False) -> int:
         """Return where programs find a table of the host, for as long as the backend is open.
 
         A run sees what the host wrote into it before. `is_written`: programs write it too, and what
-        they wrote is there after `wait`.
+        they wrote is there after `wait`; the host writes it only when nothing runs, after a `wait`.
         """
 
     def send(self, address: int, array: NDArray[Any]) -> None:
@@ -136,6 +162,13 @@ class Backend(Protocol[Prepared]):
         Nothing of it stays. UnsupportedDevice where programs are no graphs.
 
         kv_layer_bytes   of K/V that attention reads in a layer
+        """
+
+    def flights(self, sent_bytes: int, fetched_bytes: int) -> Flights | None:
+        """Return what begins windows and takes their results later; None where a run has ended
+        when it returns.
+
+        sent_bytes, fetched_bytes   the most that a window sends and fetches
         """
 
     def close(self) -> None:
@@ -183,8 +216,8 @@ class HostBackend:
         self._spaces.append(space)
         return [prepare(program, space) for program in programs]
 
-    def share(self, table: NDArray[Any], *, is_written: bool = False) -> int:
-        return int(table.ctypes.data)
+    def share(self, table: SharedTable, *, is_written: bool = False) -> int:
+        return int(table.array.ctypes.data)
 
     def send(self, address: int, array: NDArray[Any]) -> None:
         memory_view(address, array.nbytes)[:] = array.reshape(-1).view(np.uint8)
@@ -216,6 +249,9 @@ class HostBackend:
             f"the device {self.name} runs programs in threads, and has no graphs to look into",
             hint="--device cuda has",
         )
+
+    def flights(self, sent_bytes: int, fetched_bytes: int) -> None:
+        """Return none: a run has ended when it returns."""
 
     def _threads(self) -> Threads:
         if self._compute is None:

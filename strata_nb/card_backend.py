@@ -3,6 +3,7 @@
     prepare   load the kernels; for 1 to 8 rows capture the program's launches as a graph
     run       send the tables that the host changed, launch the graph; nothing waits
     wait      bring back what programs count
+    flights   windows whose results are taken while the next one runs (card_flights.py)
 
 Graphs are captured once. What changes under them lies in memory that they name: the step's record
 and the tables. The host has these tables too and changes its own copies; the card's are written
@@ -28,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
+from strata_nb.card_flights import CardFlights
 from strata_nb.card_profile import WindowProfile, profile_window
 from strata_nb.driver import OUTSIDE_BYTES, RESERVE_BYTES
 from strata_nb.errors import DriverError, StrataError, UnsupportedDevice
@@ -40,6 +42,7 @@ from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress, Say
+from strata_nb.shared_tables import SharedTable
 from strata_nb.tracing import Recorder, RecordingDriver
 
 MOST_ROWS = 8  # of a step; a longer prompt is a chain of steps
@@ -75,13 +78,13 @@ Compile = Callable[[Sequence[Wanted], Progress | None, Say], Mapping[str, Machin
 class _Shared:
     """Hold a table of the host, where the card has it, and whether programs write it.
 
-    known   what host and card agreed on last: the host changed what differs from it
+    sent   as of so many changes the card has it
     """
 
-    table: NDArray[Any]
+    table: SharedTable
     address: int
     is_written: bool
-    known: NDArray[Any] | None = None
+    sent: int = -1
 
 
 class CardProgram:
@@ -215,9 +218,10 @@ class CardBackend:
     def _send_tables(self) -> None:
         """Bring the tables that the host changed to the card."""
         for one in self._shared:
-            if one.known is None or not np.array_equal(one.table, one.known):
-                self._staging.send(one.address, one.table)
-                one.known = one.table.copy()
+            changes = one.table.changes
+            if one.sent != changes:
+                self._staging.send(one.address, one.table.array)
+                one.sent = changes
 
     def wait(self) -> None:
         self._card.stream_synchronize(self._stream)
@@ -225,8 +229,7 @@ class CardBackend:
             return  # the card may not have the tables yet, and has counted nothing
         for one in self._shared:
             if one.is_written:
-                self._staging.fetch(one.address, one.table)
-                one.known = one.table.copy()
+                self._staging.fetch(one.address, one.table.receive())
         self._has_run = False
 
     # Measuring.
@@ -288,7 +291,7 @@ class CardBackend:
         finally:
             for one in self._shared:
                 if one.is_written:
-                    self._staging.send(one.address, one.table)
+                    self._staging.send(one.address, one.table.array)
             self._card.stream_synchronize(self._stream)
 
     def _replay(self, before: int, executable: int, start: int, end: int) -> float:
@@ -317,8 +320,8 @@ class CardBackend:
 
     # What host and card exchange.
 
-    def share(self, table: NDArray[Any], *, is_written: bool = False) -> int:
-        address: int = self._card.allocate(max(1, table.nbytes), self.device)
+    def share(self, table: SharedTable, *, is_written: bool = False) -> int:
+        address: int = self._card.allocate(max(1, table.array.nbytes), self.device)
         self._shared.append(_Shared(table, address, is_written))
         return address
 
@@ -327,6 +330,11 @@ class CardBackend:
 
     def fetch(self, address: int, array: NDArray[Any]) -> None:
         self._staging.fetch(address, array)
+
+    def flights(self, sent_bytes: int, fetched_bytes: int) -> CardFlights:
+        return CardFlights(
+            self._card, self.device, self._stream, self.run, sent_bytes, fetched_bytes
+        )
 
     def close(self) -> None:
         """Close the driver: it waits, then frees all that was made here in the order that holds."""

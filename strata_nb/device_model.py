@@ -7,16 +7,14 @@ Opening lays everything out before anything is read, so that what does not fit i
     K/V                         blocks that the ledger maps
     programs                    emitted once over those addresses, and prepared by the backend
 
-A step writes its rows into the step's record, runs the body, and the head for the rows that want
-logits; a device that draws tokens goes on to that, and only their ids come back. What changes
-between steps are tables that the programs read.
+What changes between steps are tables that the programs read. Steps are `device_steps`.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,8 +37,8 @@ from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_pro
 from strata_nb.cache.residency import Residency
 from strata_nb.cache.routing import RoutingTrace
 from strata_nb.cache.slots import SlotLayout
-from strata_nb.device_heads import Heads, Record
-from strata_nb.errors import ConfigError, DeviceLost, StrataError
+from strata_nb.device_steps import DeviceSteps, SharedCounts
+from strata_nb.errors import ConfigError, DeviceLost
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
@@ -52,14 +50,8 @@ from strata_nb.options import Options
 from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress
 from strata_nb.sampling import Choice
-from strata_nb.steps import (
-    WINDOW_ROWS,
-    DeviceReport,
-    ModelReport,
-    Result,
-    Row,
-    closed_error,
-)
+from strata_nb.shared_tables import SharedTable
+from strata_nb.steps import DeviceReport, ModelReport, Row, closed_error
 from strata_nb.tracing import Announce
 
 if TYPE_CHECKING:
@@ -218,16 +210,14 @@ class DeviceModel:
         base = driver.allocate(buffer_bytes, device)
         undo.callback(driver.free, base)
         self._tell("block", device=device, owner="buffers", address=base, size=buffer_bytes)
+        use, tally = SharedTable(self.arena.use), SharedTable(self.arena.tally)
+        places = (backend.share(table, is_written=True) for table in (use, tally))
+        self._counts = SharedCounts(use, tally, *places)
         emitted, placed_bytes = self._emit(sizes, weights.tensors, Buffers(base), placed=True)
         if placed_bytes != buffer_bytes:
             raise AssertionError(f"buffers of {placed_bytes:,} bytes in {buffer_bytes:,}")
         self._programs = emitted
-        programs = [emitted.body, emitted.head, emitted.choice]
-        self._body, head, choice = backend.prepare(programs)
         _write_rope_table(file, model, backend, base, ctx_size)
-        self._fill(loaded)
-        self._record = Record(emitted)
-        self._heads = Heads(backend, emitted, self._record, head, choice, model.vocab_size)
         self._elastic = ElasticKV(self.ledger, rules, say=say) if rules is not None else None
         if self._elastic is not None:
             self._elastic.reconsider()
@@ -237,6 +227,20 @@ class DeviceModel:
             ranks = self._prior.ranks()
         self._residency = Residency(self.arena, ranks, policy_maker(options), say=say)
         self.ledger.heat = self._residency.heat
+        self._steps = DeviceSteps(
+            backend,
+            emitted,
+            self._counts,
+            self.kv,
+            self.arena,
+            self._elastic,
+            self._residency,
+            self._trace,
+            None if self._announce is None else self._tell_step,
+            vocabulary=model.vocab_size,
+            top_k=model.top_k,
+        )
+        self._fill(loaded)
         if backend.has_slots:
             self.warnings += device_room.keep_free(self.ledger, say)
             experts = model.layers * model.experts
@@ -274,7 +278,7 @@ class DeviceModel:
         rope = buffers.take(sizes.rope_bytes)
         share = self._backend.share
         kv = KVPlaces(
-            table=share(self.kv.table) if placed else 0,
+            table=share(self.kv.blocks) if placed else 0,
             table_width=sizes.table_width,
             key_type=sizes.kv.key.cache_type,
             value_type=sizes.kv.value.cache_type,
@@ -283,12 +287,10 @@ class DeviceModel:
         )
         experts: list[ExpertPlaces] = []
         if sizes.experts is not None:
-            tables = [0, 0, 0, 0]
+            addresses = tiers = use = tally = 0
             if placed:
-                arena = self.arena
-                tables = [share(table) for table in (arena.expert_address, arena.expert_tier)]
-                tables += [share(table, is_written=True) for table in (arena.use, arena.tally)]
-            addresses, tiers, use, tally = tables
+                addresses, tiers = share(self.arena.addresses), share(self.arena.tiers)
+                use, tally = self._counts.use_address, self._counts.tally_address
             count = model.experts
             experts = [
                 ExpertPlaces(
@@ -336,6 +338,10 @@ class DeviceModel:
 
     # Steps.
 
+    @property
+    def goes_ahead(self) -> bool:
+        return self._steps.windows is not None
+
     def open_sequence(self) -> int:
         with self._turn:
             self._settle()
@@ -348,78 +354,42 @@ class DeviceModel:
 
     def length(self, sequence: int) -> int:
         with self._turn:
-            self._settle()
+            self._opened()
             return self.kv.length(sequence)
 
     def rewind(self, sequence: int, length: int) -> None:
         with self._turn:
-            self._settle()
-            self.kv.rewind(sequence, length)
+            self._opened()
+            if length != self.kv.length(sequence):
+                self._settle()
+                self.kv.rewind(sequence, length)
 
     def make_room(self, sequence: int, cells: int, *, prompt: bool) -> None:
         with self._turn:
-            self._settle()
+            self._opened()
             if self._elastic is None:
                 return
+            if not prompt and self.kv.has_room(sequence, cells):
+                return
+            self._settle()
             if prompt:
                 self._elastic.before_prompt({sequence: cells})
             else:
                 self._elastic.before_step({sequence: cells})
 
     def step(self, rows: Sequence[Row]) -> Floats:
-        return self._whole_step(rows, self._heads.logits)
-
-    def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
-        return self._whole_step(rows, lambda wanted: self._heads.tokens(wanted, how))
-
-    def _whole_step(self, rows: Sequence[Row], head: Callable[[list[int]], Result]) -> Result:
-        """Read rows; return what `head` returns, which is called with the rows it is for."""
         with self._turn:
             self._settle()
-            result = self._checked_step(rows, head)
-            if self._elastic is not None:
-                self._elastic.when_idle()
-            return result
+            return self._steps.step(rows)
 
-    def _checked_step(self, rows: Sequence[Row], head: Callable[[list[int]], Result]) -> Result:
-        if not 1 <= len(rows) <= self.max_rows:
-            raise ConfigError(f"a step of {len(rows)} rows", hint=f"1 to {self.max_rows} rows")
-        new = Counter(row.sequence for row in rows)
-        before = {sequence: self.kv.length(sequence) for sequence in new}
-        if self._elastic is not None:
-            self._elastic.before_step(new)
-        try:
-            return self._step(rows, new, dict(before), head)
-        except BaseException:
-            with suppress(StrataError):  # what failed first is what is told
-                self._backend.wait()  # what was begun may still use what is moved or freed next
-            for sequence, length in before.items():
-                self.kv.rewind(sequence, length)  # the room that it got is free again
-            raise
-
-    def _step(
-        self,
-        rows: Sequence[Row],
-        new: Counter[int],
-        lengths: dict[int, int],
-        head: Callable[[list[int]], Result],
-    ) -> Result:
-        for sequence, cells in new.items():
-            self.kv.extend(sequence, cells)
-        self._record.write(rows, lengths)
-        self._backend.send(self._record.address, self._record.words)
-        self._run_body(len(rows))
-        result = head([n for n, row in enumerate(rows) if row.wants_logits])
-        self._backend.wait()
-        if self.arena.usable_slots:
-            self._residency.after(len(rows))
-        if self._trace is not None:  # behind all that may fail: a step that is repeated counts once
-            self._trace.append(self.chosen(len(rows)))
-        for sequence, cells in new.items():
-            self.kv.advance(sequence, cells)
-        if self._announce is not None:
-            self._tell_step(len(rows))
-        return result
+    def choose(
+        self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice] = ()
+    ) -> list[int]:
+        with self._turn:
+            self._opened()
+            if self._forgotten:
+                self._settle()
+            return self._steps.choose(rows, how, ahead)
 
     def _tell_step(self, rows: int) -> None:
         """Announce a step, with the figures that it leaves behind."""
@@ -444,20 +414,7 @@ class DeviceModel:
     def chosen(self, rows: int) -> npt.NDArray[np.int64]:
         """Return the experts that the rows of the last step used: (rows, layers, top_k)."""
         self._opened()
-        top_k = self.description.top_k
-        tables = np.empty((len(self._programs.chosen), rows, top_k), np.int64)
-        for address, table in zip(self._programs.chosen, tables, strict=True):
-            self._backend.fetch(address, table)
-        return np.ascontiguousarray(tables.transpose(1, 0, 2))
-
-    def _run_body(self, rows: int) -> None:
-        if rows <= WINDOW_ROWS or self._backend.most_rows is not None:
-            self._backend.run(self._body, rows)
-            return
-        first = 0
-        for end in self._programs.layer_ends:
-            self._backend.run(self._body, rows, first, end)
-            first = end
+        return self._steps.chosen(rows)
 
     # Measuring.
 
@@ -487,7 +444,7 @@ class DeviceModel:
 
     def report(self) -> ModelReport:
         with self._turn:
-            self._opened()
+            self._pause()
             if self._elastic is not None:
                 self._elastic.flush()  # what is said and what is reported shall agree
             return self._report()
@@ -517,7 +474,7 @@ class DeviceModel:
     def look(self) -> Look:
         """Look at the device's chunks as they are now."""
         with self._turn:
-            self._opened()
+            self._pause()
             return self.ledger.look()
 
     def set_reserve(self, reserve_bytes: int | None) -> Reserved:
@@ -541,8 +498,9 @@ class DeviceModel:
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""
-        self._opened()
-        save_profile(path, rank_by_use(self.arena.use, self._prior))
+        with self._turn:
+            self._settle()
+            save_profile(path, rank_by_use(self.arena.use, self._prior))
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the routes of all steps so far."""
@@ -560,6 +518,7 @@ class DeviceModel:
             if resources is not None:
                 if self._elastic is not None:
                     self._elastic.flush()
+                self._steps.end()
                 with suppress(DeviceLost):  # nothing of it is left, and who lost it was told
                     resources.close()
 
@@ -567,9 +526,15 @@ class DeviceModel:
         if self._resources is None:
             raise closed_error()
 
+    def _pause(self) -> None:
+        """Settle for somebody who looks, and may look again behind the next token."""
+        self._settle()
+        self._steps.pause()
+
     def _settle(self) -> None:
-        """End the sequences whose sessions are gone."""
+        """Let no step be in flight, and end the sequences whose sessions are gone."""
         self._opened()
+        self._steps.settle()
         while self._forgotten:
             if self.kv.is_open(self._forgotten[0]):
                 self.kv.close_sequence(self._forgotten[0])

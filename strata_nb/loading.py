@@ -292,6 +292,11 @@ class HostExperts(_Loaded):
         self._reading = reading
         self._driver = driver
 
+    @property
+    def read_s(self) -> float:
+        """How many seconds reading and packing took, once it has finished."""
+        return self._reading.read_s
+
     def finish(self, ready: Callable[[int, int], object] = lambda address, size: None) -> None:
         """Wait for each block of the arena in turn, and register it with the driver.
 

@@ -157,6 +157,8 @@ class Reading:
         packed = self._table[:, loop.KIND] >= 0
         self._buffer_bytes = int(self._table[packed, loop.SIZE].max(initial=0))
         self._told_bytes = 0
+        self._began_s = time.perf_counter()
+        self._ended_s = [self._began_s] * threads
         self.allow(0)
         self._pool = ThreadPoolExecutor(threads, "loading")
         try:
@@ -164,6 +166,11 @@ class Reading:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def read_s(self) -> float:
+        """How many seconds the threads took, once they have ended."""
+        return max(self._ended_s) - self._began_s
 
     def allow(self, groups: int) -> None:
         """Let the threads bring `ahead` groups beyond the first `groups` of them."""
@@ -244,6 +251,8 @@ class Reading:
         except BaseException:
             self._state[loop.STOP] = 1
             raise
+        finally:
+            self._ended_s[number] = time.perf_counter()
 
     def _bring(self, number: int) -> None:
         """Bring a piece that the compiled loop handed back; raises what is wrong with the file."""

@@ -90,10 +90,14 @@ class StepModel(Protocol):
 
     max_rows   of one step
     warnings   for the user, one line each
+    goes_ahead whether it may read a token that it drew before anybody asks for that
     """
 
     @property
     def max_rows(self) -> int: ...
+
+    @property
+    def goes_ahead(self) -> bool: ...
 
     @property
     def warnings(self) -> Sequence[str]: ...
@@ -123,11 +127,17 @@ class StepModel(Protocol):
         After an error or an interrupt every sequence is as it was. Raises StrataError.
         """
 
-    def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
+    def choose(
+        self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice] = ()
+    ) -> list[int]:
         """Read rows and draw the next token for each of those that want logits, by its choice.
 
         That is `sampling.sample` of what `step` returns, wherever it is done. After an error or an
         interrupt every sequence is as it was; an error also where the logits cannot be used.
+
+        ahead   choices by which the next call will probably choose, these very objects, reading
+                what this one draws. A device may begin that at once; whatever is called next, it
+                makes no difference but in time
         """
 
     def report(self) -> ModelReport:
@@ -139,6 +149,8 @@ class StepModel(Protocol):
 
 class ReferenceSteps:
     """Run steps on the float32 judge, with numpy's own threads."""
+
+    goes_ahead = False
 
     def __init__(
         self,
@@ -187,7 +199,9 @@ class ReferenceSteps:
     def step(self, rows: Sequence[Row]) -> Floats:
         return self._step(rows, lambda logits: logits)
 
-    def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
+    def choose(
+        self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice] = ()
+    ) -> list[int]:
         return self._step(rows, lambda logits: draw(logits, how))
 
     def _step(self, rows: Sequence[Row], end: Callable[[Floats], Result]) -> Result:

@@ -26,6 +26,7 @@ from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES
 from strata_nb.kernels.program import launch
 from strata_nb.kernels.reference import Floats
 from strata_nb.sampling import Choice, uniform
+from strata_nb.shared_tables import SharedTable
 from strata_nb.steps import Row
 
 GIB = 1 << 30
@@ -58,14 +59,20 @@ def model(tiny: Path) -> Iterator[DeviceModel]:
 @contextmanager
 def heads_alone(model: DeviceModel) -> Iterator[None]:
     """Leave the bodies out, which take long: heads read what the step before left."""
-    run = model._backend.run
+    run, steps = model._backend.run, model._steps
+    windows = steps.windows
+    assert windows is not None
 
     def run_heads(program: Any, *given: Any) -> None:
-        if program is not model._body:
+        if program is windows._program:
+            model._backend.run(steps.heads._head, *given)
+            model._backend.run(steps.heads._choice, *given)
+        elif program is not steps._body:
             run(program, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model._backend, "run", run_heads)
+        patch.setattr(windows._flights, "_run", run_heads)
         yield
 
 
@@ -88,7 +95,7 @@ def test_a_model_on_a_card_gives_the_hosts_logits_and_draws_from_them(
         Choice(ids, few, uniform(1, 0, 2), {int(on_host[2].argmax())}),
     ]
     tokens = model.choose([Row(sequence, token, True) for token in ids], choices)
-    assert fetched == [model._programs.drawn]
+    assert fetched == []  # one window, whose tokens come by themselves
     assert model.length(sequence) == 3
     model.rewind(sequence, 0)
     with heads_alone(model):
@@ -116,7 +123,7 @@ def test_logits_that_the_card_cannot_use_are_reported_as_the_host_reports_them(
 
         def damaged(program: Any, *given: Any) -> None:
             run(program, *given)
-            if program is model._heads._head:
+            if program is model._steps.heads._head:
                 bad = np.full(model.description.vocab_size, np.nan, np.float32)
                 model._backend.send(model._programs.logits, bad)
 
@@ -136,12 +143,16 @@ class Adding:
     """A program that adds `x` to `y`, which it writes, on a card."""
 
     def __init__(self, backend: CardBackend) -> None:
-        self.x, self.y = np.ones(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
-        self._kept = np.ones(1, np.int64), np.full(1, np.inf, np.float32)  # one row, a gate of 1
+        self.x = SharedTable(np.ones(WIDTH, np.float32))
+        self.y = SharedTable(np.zeros(WIDTH, np.float32))
+        one_row, open_gate = np.ones(1, np.int64), np.full(1, np.inf, np.float32)
+        self._kept = SharedTable(one_row), SharedTable(open_gate)
         self.backend = backend
         rows, gate = (backend.share(one) for one in self._kept)
-        words = {"rows": rows, "gate": gate, "x": backend.share(self.x), "width": WIDTH}
-        words["y"] = backend.share(self.y, is_written=True)
+        self.x_address = backend.share(self.x)
+        self.y_address = backend.share(self.y, is_written=True)
+        words = {"rows": rows, "gate": gate, "x": self.x_address, "y": self.y_address}
+        words["width"] = WIDTH
         self.launches = (launch("gated_add", words),)
         self.program: CardProgram
         (self.program,) = backend.prepare([self.launches])
@@ -158,7 +169,7 @@ def test_a_run_sees_what_the_host_wrote_though_nobody_waited() -> None:
         adding.x[:] = 10
         adding.run()
         backend.wait()
-        assert adding.y.tolist() == [11] * WIDTH
+        assert adding.y.array.tolist() == [11] * WIDTH
 
 
 def test_what_programs_wrote_is_there_after_a_wait_and_can_be_changed() -> None:
@@ -166,11 +177,11 @@ def test_what_programs_wrote_is_there_after_a_wait_and_can_be_changed() -> None:
         adding = Adding(backend)
         adding.run()
         backend.wait()
-        assert adding.y.tolist() == [1] * WIDTH
+        assert adding.y.array.tolist() == [1] * WIDTH
         adding.y[:] = 5
         adding.run()
         backend.wait()
-        assert adding.y.tolist() == [6] * WIDTH
+        assert adding.y.array.tolist() == [6] * WIDTH
 
 
 def test_a_wait_leaves_tables_alone_that_no_run_has_written() -> None:
@@ -178,12 +189,12 @@ def test_a_wait_leaves_tables_alone_that_no_run_has_written() -> None:
         adding = Adding(backend)
         adding.y[:] = 5
         backend.wait()
-        assert adding.y.tolist() == [5] * WIDTH
+        assert adding.y.array.tolist() == [5] * WIDTH
         adding.run()
         backend.wait()
         adding.y[:] = 7
         backend.wait()
-        assert adding.y.tolist() == [7] * WIDTH
+        assert adding.y.array.tolist() == [7] * WIDTH
 
 
 def test_tables_that_the_host_left_alone_are_not_sent_again() -> None:
@@ -206,7 +217,7 @@ def test_arrays_larger_than_the_staging_arrive_whole(monkeypatch: pytest.MonkeyP
     random = np.random.default_rng(0)
     with simulated_card() as backend:
         sent = [random.integers(0, 256, size, np.uint8) for size in (10_000, 0, 300, 900, 1024, 1)]
-        places = [backend.share(np.zeros_like(one)) for one in sent]
+        places = [backend.share(SharedTable(np.zeros_like(one))) for one in sent]
         found: list[NDArray[Any]] = [np.zeros_like(one) for one in sent]
         for _ in range(3):
             for place, one, back in zip(places, sent, found, strict=True):
@@ -260,10 +271,10 @@ def test_a_profile_runs_parts_behind_whole_windows_and_leaves_counts_and_driver_
         assert (line.kind.kernel, line.count, line.measured) == ("gated_add", 2, 2)
         assert found.whole_s > 0
         assert backend.driver.live() == before  # type: ignore[attr-defined]
-        assert adding.y.tolist() == [1] * WIDTH
+        assert adding.y.array.tolist() == [1] * WIDTH
         adding.run()
         backend.wait()
-        assert adding.y.tolist() == [4] * WIDTH
+        assert adding.y.array.tolist() == [4] * WIDTH
 
 
 @pytest.mark.parametrize(
@@ -282,7 +293,7 @@ def test_a_profile_that_fails_leaves_counts_and_driver_as_they_were(function: st
         assert backend.driver.live() == before  # type: ignore[attr-defined]
         adding.run()
         backend.wait()
-        assert adding.y.tolist() == [2] * WIDTH
+        assert adding.y.array.tolist() == [2] * WIDTH
 
 
 class Invalidated(FailingTable):

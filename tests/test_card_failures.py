@@ -146,7 +146,7 @@ def test_tables_are_sent_again_after_a_step_that_failed(
         read(model, model.open_sequence(), [1])
         backend = model._backend
         assert isinstance(backend, CardBackend)
-        (shared,) = [one for one in backend._shared if one.table is model.kv.table]
+        (shared,) = [one for one in backend._shared if one.table is model.kv.blocks]
         on_it = np.empty_like(model.kv.table)
         backend.fetch(shared.address, on_it)
         assert np.array_equal(on_it, model.kv.table)

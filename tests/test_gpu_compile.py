@@ -19,6 +19,7 @@ from strata_nb.kernels.gpu import compile as gpu_compile
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
+from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
 
@@ -34,11 +35,20 @@ NAMES = [*(name for name in KERNELS if name not in FUSED), *CARD_KERNELS]
 ROUTERS = ((8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8))
 
 
-# What a card may launch together: products of one row with weights of several types.
+def _together(kinds: Sequence[T], values: int, *, norm: bool) -> tuple[Launch, ...]:
+    """Return products of one row, behind a norm or not, as a card may launch them together."""
+    x = 1 if kinds[0] in PACKED else 2
+    products = [shaped("linear", kind, x=x, values=values) for kind in kinds]
+    apart = [one._replace(waits=number == 0) for number, one in enumerate(products)]
+    before = [shaped("rms_norm", packed=1, out=2, x=3, parts=1, width=values)]
+    return *(before if norm else []), *apart
+
+
 TOGETHER = [
-    tuple(shaped("linear", kind, values=values)._replace(waits=False) for kind in kinds)
-    for kinds in ((T.Q4_K, T.Q4_K, T.Q6_K), (T.Q5_K, T.Q8_0))
-    for values in (2048, 8192)
+    _together(kinds, values, norm=norm)
+    for kinds in ((T.Q4_K, T.Q4_K, T.Q6_K), (T.Q5_K, T.Q8_0), (T.IQ3_S,), (T.F32,), (T.BF16,))
+    for values in (512, 2048, 8192)
+    for norm in (False, True)
 ]
 
 Kernels = dict[str, tuple[GpuKernel, Sequence[str]]]
@@ -102,9 +112,11 @@ def faults(name: str, targets: Sequence[str]) -> list[str]:
         found.append(f"{name} leaves rounding to the linker")
     for target in targets:
         made = gpu_compile.link(code, target)
-        if made.registers > kernel.registers or made.spill_bytes:
+        # The oldest have as many as a block can have.
+        most = kernel.registers if target != TARGETS[0] else min(255, 65_536 // kernel.threads)
+        if made.registers > most or made.spill_bytes:
             found.append(
-                f"{name} for {target}: {made.registers} registers of {kernel.registers}, "
+                f"{name} for {target}: {made.registers} registers of {most}, "
                 f"{made.spill_bytes} bytes spilt"
             )
     return found
@@ -132,7 +144,7 @@ def test_a_kernel_that_takes_too_many_registers_is_found(monkeypatch: pytest.Mon
     kernel, kinds = every_kernel()["quantise"]
     tight = {"quantise": (kernel._replace(registers=8), kinds)}
     monkeypatch.setattr(sys.modules[__name__], "every_kernel", lambda *, lengths: tight)
-    (fault,) = faults("quantise", TARGETS[:1])
+    (fault,) = faults("quantise", TARGETS[1:2])
     assert "registers of 8" in fault
 
 

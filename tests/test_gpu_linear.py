@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gpu_launches
 import kernel_references as plain
 import numpy as np
 import pytest
 from gpu_launches import aligned, check_code
 from host_launches import UNTOUCHED, Matrix, as_read, normal, same_bits
+from numpy.typing import NDArray
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.formats import TensorType, block_layout
@@ -25,6 +28,13 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def width_of(kind: TensorType) -> int:
     """Return values of a row that are an odd number of blocks, and more than a warp takes."""
     return {1: 44, 32: 160, 256: 256}[block_layout(kind).values]
+
+
+def buffer_of(x: NDArray[Any], rows: int) -> NDArray[Any]:
+    """Return a buffer of so many rows, behind those of x without a meaning."""
+    buffer = np.full((rows, *x.shape[1:]), 0x7F, x.dtype)
+    buffer[: len(x)] = x
+    return aligned(buffer)
 
 
 def linear(
@@ -46,7 +56,7 @@ def linear(
         "linear",
         {
             "rows": np.array([rows]),
-            "x": aligned(plain.quantised(x) if matrix.kind in PACKED else x),
+            "x": buffer_of(plain.quantised(x) if matrix.kind in PACKED else x, most_rows),
             "weight": aligned(matrix.data),
             "bias": 0 if bias is None else aligned(bias),
             "y": out,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import itertools
 import os
 import signal
@@ -17,12 +18,16 @@ import gguf_bytes as raw
 import numpy as np
 import numpy.typing as npt
 import pytest
+from device_world import load, opened
 from gguf_bytes import Tensor, build, put, scalar
 from make_model import make_model
 from model_shapes import ModelShape
 
 from strata_nb import host_pages, loading, loading_pieces
 from strata_nb.addresses import memory_view
+from strata_nb.backend import HostBackend
+from strata_nb.cache.experts import Filling
+from strata_nb.cache.profile import rank_by_use, save_profile
 from strata_nb.errors import (
     ConfigError,
     DriverError,
@@ -192,7 +197,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> Mapped:
 
     def forget(address: int, size: int) -> None:
         give_back(address, size)
-        assert found.sizes.pop(address) == size
+        assert found.sizes.pop(address, size) == size  # or a reservation
 
     monkeypatch.setattr(host_pages, "allocate", note)
     monkeypatch.setattr(host_pages, "give_back", forget)
@@ -477,11 +482,12 @@ def test_a_block_is_registered_and_told_of_while_later_ones_are_not_read_yet(
     world: World, system: System
 ) -> None:
     told = threading.Event()
+    late: list[int] = []  # pieces that waited in vain
     last = max(world.file.tensors[name].offset for layer in LAYERS[-1:] for name in layer.values())
 
     def read(descriptor: int, address: int, size: int, position: int) -> int:
-        if position >= last and not told.wait(20):
-            return -1
+        if position >= last and not late and not told.wait(20):
+            late.append(position)
         return pread(descriptor, address, size, position)
 
     system.replace("pread", read)
@@ -504,7 +510,7 @@ def test_a_block_is_registered_and_told_of_while_later_ones_are_not_read_yet(
         progress=LoadProgress(0),
     ) as experts:
         experts.finish(ready)
-        assert told.is_set()
+        assert not late
         start = experts.arena.address
         assert seen == [(start + offset, size) for offset, size in world.layout.blocks]
         found = contents(experts)
@@ -540,6 +546,87 @@ def test_dense_weights_are_read_while_earlier_ones_are_copied_and_no_staging_is_
     pieces = reads[0]
     assert begun[0] > pieces / len(begun)  # more than what is copied was read
     assert begun[0] < pieces  # and not all
+
+
+@pytest.fixture
+def profile(model: Path, tmp_path: Path) -> Path:
+    """A profile that ranks every expert."""
+    path = tmp_path / "whole.profile"
+    save_profile(path, rank_by_use(np.zeros((SHAPE.layers, SHAPE.experts), np.int64)))
+    return path
+
+
+def test_a_model_is_laid_out_and_its_slots_are_filled_while_experts_are_read(
+    model: Path, profile: Path, system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        loading, "expert_layout", functools.partial(expert_layout, block_bytes=BLOCK_BYTES)
+    )
+    events: list[str] = []
+    prepared, copied = threading.Event(), threading.Event()
+    with GGUFFile.open(model) as file:
+        stacks = [file.tensors[name] for layer in LAYERS for name in layer.values()]
+    last = max(tensor.offset for tensor in stacks)
+    late: list[int] = []  # pieces that waited in vain
+
+    def read(descriptor: int, address: int, size: int, position: int) -> int:
+        of_experts = any(
+            tensor.offset <= position < tensor.offset + tensor.size_bytes for tensor in stacks
+        )
+        if of_experts and not late and not (copied if position >= last else prepared).wait(20):
+            late.append(position)
+        return pread(descriptor, address, size, position)
+
+    prepare, copy = HostBackend.prepare, Filling.copy
+
+    def note_programs(backend: HostBackend, *given: Any) -> Any:
+        programs = prepare(backend, *given)
+        events.append("programs")
+        prepared.set()
+        return programs
+
+    def note_copies(filling: Filling, *given: int) -> None:
+        copy(filling, *given)
+        events.append("copies")
+        if events.count("copies") == 2:
+            copied.set()
+
+    system.replace("pread", read)
+    monkeypatch.setattr(HostBackend, "prepare", note_programs)
+    monkeypatch.setattr(Filling, "copy", note_copies)
+    with opened(model, "host:1x4MiB@16KiB", expert_profile=profile) as made:
+        assert not late
+        assert events[0] == "programs"
+        assert made.report().devices[0].resident == SHAPE.layers * SHAPE.experts
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_whatever_ends_an_opening_while_experts_are_read_leaves_nothing(
+    model: Path,
+    system: System,
+    monkeypatch: pytest.MonkeyPatch,
+    mapped: Mapped,
+    error: type[BaseException],
+) -> None:
+    def read(*given: int) -> int:
+        time.sleep(0.001)
+        return pread(*given)
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    system.replace("pread", read)
+    monkeypatch.setattr(HostBackend, "prepare", refuse)
+    backend = HostBackend("host:1x4MiB@16KiB", 2)
+    try:
+        with pytest.raises(error):
+            load(backend, model, ctx=256, rows=64)
+        assert backend.driver.live() == {}
+        assert mapped.ever
+        assert mapped.sizes == {}
+        assert not [one for one in threading.enumerate() if one.name.startswith("loading")]
+    finally:
+        backend.close()
 
 
 def test_experts_that_nobody_waits_for_leave_nothing(world: World, mapped: Mapped) -> None:

@@ -59,7 +59,7 @@ def chosen_by_the_device(model: DeviceModel, layer: int, hidden: Floats) -> np.n
     first = labels.index(f"blk.{layer}.ffn_norm")
     last = labels.index(f"blk.{layer}.expert_down") + 1  # a card takes them together
     (part,) = backend.prepare([body[first:last]])
-    x = body[0].arguments[3]  # of embed
+    x = body[0].arguments[4]  # of embed
     found = np.empty((len(hidden), model.description.top_k), np.int64)
     at_once = model.max_rows
     for start in range(0, len(hidden), at_once):

@@ -342,6 +342,16 @@ def test_a_limit_of_more_than_the_card_has_changes_nothing_and_says_so(
         assert line.endswith("the device has 4.00 GiB, so nothing is limited")
 
 
+def test_a_card_that_is_too_small_itself_is_refused_as_without_a_limit(wide: Path) -> None:
+    said = []
+    for limit in (None, 1 << 50):
+        with pytest.raises(ConfigError) as refused, opened(Card(64 * MIB), wide, vram_limit=limit):
+            pass
+        said.append((refused.value.message, refused.value.hint))
+    assert said[0] == said[1]
+    assert "67,108,864  free on the device" in said[0][0]
+
+
 def test_memory_that_is_taken_back_stays_within_the_limit(wide: Path, roomy: Plan) -> None:
     size = full_bytes(roomy) + BESIDE - 3 * UNIT
     card = Card(4096 * MIB)

@@ -16,14 +16,14 @@ would all have to be proved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Protocol
 
 import numpy as np
 
 from strata_nb.cache import requests
-from strata_nb.cache.accounts import Account, Change, LedgerReport
+from strata_nb.cache.accounts import Account, Change, LedgerReport, in_all
 from strata_nb.cache.experts import ExpertArena, Tier
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS
@@ -172,7 +172,7 @@ class Ledger:
         earlier, self.reserve_bytes = self.reserve_bytes, reserve_bytes
         try:
             taken = self._ask("set_reserve", lambda: requests.take_back(self._now()), refill=True)
-            return _in_all([taken, *self._give_what_is_short("set_reserve")])
+            return in_all([taken, *self._give_what_is_short("set_reserve")])
         except BaseException:  # also Ctrl-C between two changes
             self.reserve_bytes = earlier
             raise
@@ -182,7 +182,7 @@ class Ledger:
 
         Others may have taken it, or the driver more than was planned for it [13].
         """
-        return _in_all(self._give_what_is_short("keep_reserve"))
+        return in_all(self._give_what_is_short("keep_reserve"))
 
     def prepare(self, chunks: int) -> Change:
         """Have up to `chunks` spare chunks, so that the next growth of the K/V only maps."""
@@ -545,15 +545,3 @@ class Ledger:
         owned = account.experts + account.kv + account.loan + account.spare + account.stuck
         if account.given_back < 0 or owned + account.given_back != account.capacity:
             raise RuleViolation(9, f"device {self.device}: {account} does not add up")
-
-
-def _in_all(changes: Sequence[Change]) -> Change:
-    """Return what changes that followed each other came to."""
-    first = changes[0]
-    return replace(
-        changes[-1],
-        before=first.before,
-        slots_before=first.slots_before,
-        moved=sum(change.moved for change in changes),
-        filled=sum(change.filled for change in changes),
-    )

@@ -224,7 +224,8 @@ def _does_not_fit(
         (arena * chunk_bytes, f"{slots:,} expert slots"),
     ]
     there = (free_bytes, "free on the device")
-    if needs.limit_bytes is not None:
+    is_limited = needs.limit_bytes == total_bytes  # and not more than there is
+    if is_limited:
         parts.insert(0, (total_bytes - free_bytes, "in use before: the context, other programs"))
         there = (total_bytes, "allowed by --vram-limit")
     needed = sum(size for size, _ in parts)
@@ -248,8 +249,6 @@ def _does_not_fit(
         hint = f"give --vram-reserve-mib {most} or less"
     else:
         mib = -(-needed // (1 << 20))
-        device = (
-            f"a device of {mib:,} MiB" if needs.limit_bytes is None else f"--vram-limit {mib}MiB"
-        )
+        device = f"--vram-limit {mib}MiB" if is_limited else f"a device of {mib:,} MiB"
         hint = f"{device} or more, a smaller --ctx-size, or a smaller file"
     return sum_refusal("the model does not fit", parts, there, hint)

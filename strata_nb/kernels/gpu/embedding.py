@@ -38,15 +38,25 @@ def _reads(kind: TensorType) -> Callable[[Arguments, int], int]:
     return lambda arguments, rows: rows * row_bytes(kind, arguments["width"])
 
 
+def _token(tokens: Any, drawn: Any, row: Any) -> Any:
+    """Return the token of a row; where it is one that could not be drawn, any that there is."""
+    token = load_i64(tokens + 8 * row)
+    if token < 0:
+        token = load_i64(drawn + 8 * (-1 - token))
+    return token if token > 0 else i64(0)
+
+
 @cache
 def _plain(kind: TensorType) -> GpuKernel:
     size, one, _ = FLOATS[kind]
 
-    def embed(rows: int, tokens: int, weight: int, x: int, width: int, vocabulary: int) -> None:
+    def embed(
+        rows: int, tokens: int, drawn: int, weight: int, x: int, width: int, vocabulary: int
+    ) -> None:
         row = i64(block_y())
         column = THREADS * i64(block_x()) + i64(thread_index())
         if row < load_i64(rows) and column < width:
-            token = load_i64(tokens + 8 * row)
+            token = _token(tokens, drawn, row)
             found = one(weight + size * (token * width + column))
             store_f32(x + 4 * (row * width + column), found)
 
@@ -70,11 +80,13 @@ def _packed(kind: TensorType) -> GpuKernel:
             place += 4
             shift -= 8
 
-    def embed(rows: int, tokens: int, weight: int, x: int, width: int, vocabulary: int) -> None:
+    def embed(
+        rows: int, tokens: int, drawn: int, weight: int, x: int, width: int, vocabulary: int
+    ) -> None:
         row = i64(block_y())
         s, sub_blocks = THREADS * i64(block_x()) + i64(thread_index()), width >> 5
         if row < load_i64(rows) and s < sub_blocks:
-            token = load_i64(tokens + 8 * row)
+            token = _token(tokens, drawn, row)
             member = token & GROUP_ROWS - 1
             first = token - member
             rows_in_group = min(vocabulary - first, GROUP_ROWS)

@@ -12,6 +12,18 @@ from typing import Any
 
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.floats import EIGHT, FLOATS, lane_product
+from strata_nb.kernels.gpu.held_rows import (
+    divisor_of,
+    fetch_held,
+    load_held,
+    quants_of,
+    scaled,
+    share_held,
+    squares_of,
+    store_held,
+    store_quants,
+    warps_that_hold,
+)
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     await_previous,
@@ -23,10 +35,13 @@ from strata_nb.kernels.gpu.intrinsics import (
     fetch_f32,
     fma,
     hold,
+    i32,
     i64,
     load_4xf32,
     load_f32,
     load_i64,
+    prefetch,
+    shared_load_4xf32,
     shared_load_f32,
     shared_store_f32,
     store_f32,
@@ -40,6 +55,7 @@ from strata_nb.kernels.gpu.operations import (
     warp_sum,
     weights_read,
 )
+from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 
 _WARPS = 8
 _PART = 512  # values
@@ -52,10 +68,14 @@ def float_linear_kernel(kind: TensorType, values: int) -> GpuKernel:
     """
     if values % EIGHT:
         return _by_ones(kind)
+    return _by_eights(kind, _parts_of(values), 0)
+
+
+def _parts_of(values: int) -> int:
     parts = 1
     while parts < _WARPS and _PART * parts < values:
         parts *= 2
-    return _by_eights(kind, parts)
+    return parts
 
 
 def _finish(total: Any, there: Any, before: Any, place: int, bias: int, add: int) -> None:
@@ -67,20 +87,71 @@ def _finish(total: Any, there: Any, before: Any, place: int, bias: int, add: int
     store_f32(place, total)
 
 
+def can_norm(values: int) -> bool:
+    """Return whether a launch can norm rows of so many values before it multiplies them."""
+    return 0 < warps_that_hold(values) <= _WARPS
+
+
+def normed_linear_kernel(kind: TensorType, values: int) -> GpuKernel:
+    """Return a kernel that norms rows before it multiplies them, as `can_norm` allows.
+
+    Its arguments are those of `linear`, x being what is normed, and norm_weight, out, packed and
+    eps, as in `rms_norm` of the table. The first block of a row writes the normed row as well.
+    Every block reads the row, and the weights of the norm.
+    """
+    return _by_eights(kind, _parts_of(values), values)
+
+
 @cache
-def _by_eights(kind: TensorType, parts: int) -> GpuKernel:
+def _by_eights(kind: TensorType, parts: int, normed_values: int) -> GpuKernel:
+    """Return a kernel for rows of whole eights.
+
+    normed_values   of rows that are normed first, 0 where rows are multiplied as they are
+    """
     size, _, eight = FLOATS[kind]
     each, step = _WARPS // parts, EIGHT * WARP * parts
+    is_normed, holding = normed_values > 0, warps_that_hold(normed_values)
+    row_at = 8 * _WARPS  # in shared memory, behind sums of two kinds
 
     def add_eight(weights: Any, x: int, total: Any) -> Any:
         a, b, c, d, e, f, g, h = weights
-        xa, xb, xc, xd = load_4xf32(x)
-        xe, xf, xg, xh = load_4xf32(x + 16)
+        xa, xb, xc, xd = shared_load_4xf32(x) if is_normed else load_4xf32(x)
+        xe, xf, xg, xh = shared_load_4xf32(x + 16) if is_normed else load_4xf32(x + 16)
         total = fma(d, xd, fma(c, xc, fma(b, xb, fma(a, xa, total))))
         return fma(h, xh, fma(g, xg, fma(f, xf, fma(e, xe, total))))
 
-    def linear(
-        rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
+    def normed_row(
+        x: int, weight: int, out: int, packed: int, eps: Any, thread: int, stores: bool
+    ) -> None:
+        """Norm a row into shared memory; threads beyond those that hold it repeat the last."""
+        own = min(thread, WARP * holding - 1)
+        if thread == 0:
+            prefetch(weight, i32(4 * normed_values))
+        await_previous()
+        held, weights = load_held(x, own), fetch_held(weight, own)
+        divisor = divisor_of(squares_of(held), thread, holding, normed_values, eps, 4 * _WARPS)
+        held = scaled(held, divisor, weights)
+        if thread == own:
+            share_held(held, row_at, thread)
+            if stores and out != 0:
+                store_held(held, out, thread)
+            if stores and packed != 0:
+                store_quants(quants_of(held), packed, thread, normed_values >> 5)
+        barrier()
+
+    def product(
+        rows: int,
+        x: int,
+        weight: int,
+        bias: int,
+        y: int,
+        values: int,
+        outputs: int,
+        add: int,
+        norm_weight: int,
+        out: int,
+        packed: int,
+        eps: Any,
     ) -> None:
         row, thread = i64(block_x()), i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
@@ -92,12 +163,19 @@ def _by_eights(kind: TensorType, parts: int) -> GpuKernel:
         second = eight(weights + size * min(value + step, last))
         before = fetch_f32(bias + 4 * output) if bias != 0 else f32(0.0)
         hold(bits_of_f32(first[0]) ^ bits_of_f32(second[0]))
-        await_previous()
+        of_row = x + 4 * row * values
+        if is_normed:
+            row_out = out + 4 * row * values if out != 0 else i64(0)
+            row_packed = packed + SUB_BLOCK_BYTES * (values >> 5) * row if packed != 0 else i64(0)
+            stores = block_y() == 0
+            normed_row(of_row, norm_weight, row_out, row_packed, eps, thread, stores)
+            of_row = i64(row_at)
+        else:
+            await_previous()
         exists = row < load_i64(rows)
-        of_row = x + 4 * row * values if exists else x
         place = y + 4 * (row * outputs + output)
         total, there = f32(0.0), f32(0.0)
-        if exists and add != 0 and lane == 0:
+        if add != 0 and lane == 0:
             there = load_f32(place)
         if value < values:
             total = add_eight(first, of_row + 4 * value, total)
@@ -120,12 +198,24 @@ def _by_eights(kind: TensorType, parts: int) -> GpuKernel:
                 other += 1
             _finish(total, there, before, place, bias, add)
 
+    def linear(
+        rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
+    ) -> None:
+        nothing = i64(0)
+        product(rows, x, weight, bias, y, values, outputs, add, nothing, nothing, nothing, f32(0.0))
+
     def grid(arguments: Arguments, most_rows: int) -> Grid:
         return outputs_grid(most_rows, arguments["outputs"], each)
 
-    name = f"linear_{kind.name}_{parts}".lower()
+    name = f"{'normed_' if is_normed else ''}linear_{kind.name}_{parts}".lower()
+    shared_bytes = row_at + 4 * normed_values
     return GpuKernel(
-        name, linear, _WARPS * WARP, grid, lambda _: 4 * _WARPS, reads=weights_read(kind)
+        name,
+        product if is_normed else linear,
+        _WARPS * WARP,
+        grid,
+        lambda _: shared_bytes,
+        reads=weights_read(kind),
     )
 
 

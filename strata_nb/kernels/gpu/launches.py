@@ -8,7 +8,7 @@ left then becomes the card's kernel for it.
     with_runs        a layer's attention
     with_routes      a layer's routing and experts
     with_shares      a choice of tokens in two launches
-    with_one_row     products of a single row
+    with_products    norms and products of the same row
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from strata_nb.kernels.gpu.attention_launches import with_runs
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
-from strata_nb.kernels.gpu.one_row_launches import with_one_row
+from strata_nb.kernels.gpu.product_launches import with_products
 from strata_nb.kernels.gpu.routed import with_routes
 from strata_nb.kernels.gpu.sampling import sample_keys_kernel
 from strata_nb.kernels.program import Launch, Program
@@ -26,9 +26,8 @@ from strata_nb.kernels.program import Launch, Program
 def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows."""
     found = list(with_shares(with_routes(list(with_runs(program)))))
-    if rows == 1:
-        found = list(with_one_row(found))
-    return [one if isinstance(one, CardLaunch) else card_launch(one) for one in found]
+    made = with_products(found, rows)
+    return [one if isinstance(one, CardLaunch) else card_launch(one) for one in made]
 
 
 def with_shares(program: Iterable[Launch | CardLaunch]) -> Iterator[Launch | CardLaunch]:

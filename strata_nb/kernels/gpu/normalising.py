@@ -1,6 +1,7 @@
 """Divide rows by their root mean square, on a card.
 
-A block takes one part of one row. Each thread keeps its first four values in registers, which is
+Parts of 512 values, or twice that and so on, have a form of their own (`held_rows.py`). Of others a
+block takes one part of one row. Each thread keeps its first four values in registers, which is
 all of most rows, between the sum of squares and what is written. Thread t of n takes up the columns
 t, t + n, ... in ascending order, with one rounding each (fma); `block_sum` adds the threads. How
 many threads there are follows from the width alone, and so do the bits.
@@ -15,6 +16,18 @@ from functools import cache
 from typing import Any
 
 from strata_nb.kernels.gpu.activations import quantise_sub_block
+from strata_nb.kernels.gpu.held_rows import (
+    HELD,
+    divisor_of,
+    fetch_held,
+    load_held,
+    quants_of,
+    scaled,
+    squares_of,
+    store_held,
+    store_quants,
+    warps_that_hold,
+)
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     await_previous,
@@ -147,10 +160,53 @@ def _shared_bytes(_: Arguments) -> int:
     return 4 * WARP  # of `block_sum`
 
 
+@cache
+def _held_rms_norm(warps: int) -> GpuKernel:
+    """Return the kernel for parts that a block's threads hold (`held_rows.py`)."""
+
+    def rms_norm(
+        rows: int,
+        index: int,
+        x: int,
+        weight: int,
+        out: int,
+        packed: int,
+        parts: int,
+        width: int,
+        eps: float,
+    ) -> None:
+        part, row, thread = i64(block_x()), i64(block_y()), i64(thread_index())
+        weights = fetch_held(weight, thread)
+        hold(bits_of_f32(weights[0]) ^ bits_of_f32(weights[15]))
+        await_previous()
+        exists = row < load_i64(rows)
+        source = row
+        if index != 0:
+            source = load_i64(index + 8 * row) if exists else i64(0)
+        before = part * width
+        values = load_held(x + 4 * (source * parts * width + before), thread)
+        divisor = divisor_of(squares_of(values), thread, warps, width, eps, 0)
+        values = scaled(values, divisor, weights)
+        if out != 0 and exists:
+            store_held(values, out + 4 * (row * parts * width + before), thread)
+        if packed != 0:
+            sub_blocks = (parts * width) >> 5
+            quants = quants_of(values)
+            if exists:
+                row_of = packed + SUB_BLOCK_BYTES * sub_blocks * row
+                store_quants(quants, row_of, thread + before // HELD, sub_blocks)
+
+    name = f"rms_norm_held_{warps}"
+    return GpuKernel(name, rms_norm, WARP * warps, _grid, lambda _: 4 * warps)
+
+
 def rms_norm_kernel(width: int) -> GpuKernel:
     """Return `rms_norm` of the table for parts of a width: a block for each part of each row.
 
     Reads 4 bytes of x and 4 of weight for each value, writes 4 and 1.5.
     """
+    warps = warps_that_hold(width)
+    if warps:
+        return _held_rms_norm(warps)
     threads = threads_of(width)
     return _rms_norm(threads, width <= _KEPT * threads)

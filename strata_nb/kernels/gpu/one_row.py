@@ -16,6 +16,18 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType, row_bytes
+from strata_nb.kernels.gpu.held_rows import (
+    divisor_of,
+    fetch_held,
+    load_held,
+    quants_of,
+    scaled,
+    share_quants,
+    squares_of,
+    store_held,
+    store_quants,
+    warps_that_hold,
+)
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     await_previous,
@@ -49,6 +61,8 @@ from strata_nb.kernels.gpu.products import (
     row_sum,
     sub_block_dot,
 )
+from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
+from strata_nb.kernels.quantised_rows import row_bytes as quantised_bytes
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
 MOST_WEIGHTS = 3
@@ -66,13 +80,18 @@ def warps_of(values: int) -> int:
 
 
 @cache
-def _group_of(kind: TensorType, warps: int, is_whole: bool) -> Function:
-    """Return a function (rows, x, weight, bias, y, values, outputs, add, number): one group.
+def _group_of(kind: TensorType, warps: int, is_whole: bool, is_normed: bool) -> Function:
+    """Return a function (rows, x, weight, bias, y, values, outputs, add, number, norm): one group.
 
     is_whole   a lane's sub-blocks are exactly those that it holds: nothing has to be decided, and
                all loads of the row are on their way at once
+    is_normed  `norm` says how the row becomes what is multiplied, see `_normed_row`
     """
-    decode, dot, bytes_of_row = decoder_of(kind).decode, sub_block_dot(kind), row_bytes_of(kind)
+    decode, dot, bytes_of_row = (
+        decoder_of(kind).decode,
+        sub_block_dot(kind, is_shared=is_normed),
+        row_bytes_of(kind),
+    )
     step = WARP_SUB_BLOCKS * warps  # sub-blocks that a block takes at a time
 
     def group_of(
@@ -85,6 +104,7 @@ def _group_of(kind: TensorType, warps: int, is_whole: bool) -> Function:
         outputs: int,
         add: int,
         number: int,
+        norm: Any,
     ) -> None:
         thread, first, sub_blocks = i64(thread_index()), GROUP_ROWS * number, values >> 5
         warp, lane = thread >> 5, thread & WARP - 1
@@ -102,7 +122,10 @@ def _group_of(kind: TensorType, warps: int, is_whole: bool) -> Function:
         output = first + min(thread, rows_in_group - 1)
         before = fetch_f32(bias + 4 * output) if bias != 0 else f32(0.0)
         hold(i32(a[0] ^ b[0] ^ c[0] ^ d[0]))
-        await_previous()
+        if is_normed:
+            x = _normed_row(x, norm, values, thread, warps)
+        else:
+            await_previous()
         place = y + 4 * output
         there = load_f32(place) if add != 0 else f32(0.0)
         count = load_i64(rows)
@@ -140,6 +163,35 @@ def _group_of(kind: TensorType, warps: int, is_whole: bool) -> Function:
     return group_of
 
 
+# -- a row that is normed first --------------------------------------------------------------------
+#
+# norm   addresses of the weights, of rows of floats and of quantised rows that others read (0 where
+#        nobody does), and eps
+#
+# Shared memory behind the sums of groups: the quantised row, then a float for each warp.
+
+
+def _normed_row(x: int, norm: Any, values: int, thread: int, warps: int) -> Any:
+    """Norm and quantise the row; return where it is in shared memory. The first block writes it."""
+    weight, out, packed, eps = norm
+    if thread == 0:
+        prefetch(weight, i32(4 * values))
+    await_previous()
+    sub_blocks, row = values >> 5, i64(4 * GROUP_ROWS * warps)
+    held, weights = load_held(x, thread), fetch_held(weight, thread)
+    sums = row + SUB_BLOCK_BYTES * sub_blocks
+    held = scaled(held, divisor_of(squares_of(held), thread, warps, values, eps, sums), weights)
+    quants = quants_of(held)
+    share_quants(quants, row, thread, sub_blocks)
+    if block_x() == 0:
+        if out != 0:
+            store_held(held, out, thread)
+        if packed != 0:
+            store_quants(quants, packed, thread, sub_blocks)
+    barrier()
+    return row
+
+
 def _groups(arguments: Arguments, suffix: str) -> int:
     return blocks_of(arguments[f"outputs{suffix}"], GROUP_ROWS)
 
@@ -159,32 +211,86 @@ def _reads(kinds: tuple[TensorType, ...]) -> Callable[[Arguments, int], int]:
     return reads
 
 
-def one_row_kernel(kinds: tuple[TensorType, ...], values: int) -> GpuKernel:
+def can_norm(values: int) -> bool:
+    """Return whether a row of so many values can be normed by the launch that multiplies it."""
+    return warps_that_hold(values) == warps_of(values)
+
+
+def one_row_kernel(
+    kinds: tuple[TensorType, ...], values: int, *, is_normed: bool = False
+) -> GpuKernel:
     """Return the kernel for one to three packed weights of these types, and rows of so many values.
 
-    Its arguments are rows, x, values, add, and for each weight weight, bias, y and outputs, the
-    second's and third's with a number behind the name: as in `linear` of the table. A block for
-    eight outputs. Reads each weight once, and the row, 1.5 bytes a value, once for each block.
+    is_normed   x are floats, which are normed before they are multiplied; as `can_norm` says
+
+    Its arguments are rows, x, values, add; norm_weight, out, packed and eps, of which all are 0
+    where nothing is normed; and for each weight weight, bias, y and outputs, the second's and
+    third's with a number behind the name: as in `linear` and `rms_norm` of the table. A block for
+    eight outputs. Reads each weight once, and the row, 1.5 bytes a value or 8 where it is normed,
+    once for each block.
     """
     warps = warps_of(values)
-    return _of_warps(kinds, warps, values == _HELD * WARP_SUB_BLOCKS * SUB_BLOCK * warps)
+    is_whole = values == _HELD * WARP_SUB_BLOCKS * SUB_BLOCK * warps
+    return _of_warps(kinds, warps, is_whole, values if is_normed else 0)
 
 
 @cache
-def _of_warps(kinds: tuple[TensorType, ...], warps: int, is_whole: bool) -> GpuKernel:
-    groups_of = [_group_of(kind, warps, is_whole) for kind in kinds]
-    first, second, third = (groups_of * MOST_WEIGHTS)[:MOST_WEIGHTS]  # as many as are called
+def _of_warps(
+    kinds: tuple[TensorType, ...], warps: int, is_whole: bool, normed_values: int
+) -> GpuKernel:
+    # Weights of the same type share their code: a card waits for code as well.
+    types = tuple(dict.fromkeys(kinds))
+    type_count = len(types)
+    groups_of = [_group_of(kind, warps, is_whole, normed_values > 0) for kind in types]
+    first_of, second_of, third_of = (groups_of * MOST_WEIGHTS)[:MOST_WEIGHTS]
+    second_type, third_type = (types.index(kinds[min(n, len(kinds) - 1)]) for n in (1, 2))
+
+    def group_of(
+        of_type: int,
+        rows: int,
+        x: int,
+        weight: int,
+        bias: int,
+        y: int,
+        values: int,
+        outputs: int,
+        add: int,
+        number: int,
+        norm: Any,
+    ) -> None:
+        if of_type == 0 or type_count == 1:
+            first_of(rows, x, weight, bias, y, values, outputs, add, number, norm)
+        elif of_type == 1 or type_count == 2:
+            second_of(rows, x, weight, bias, y, values, outputs, add, number, norm)
+        else:
+            third_of(rows, x, weight, bias, y, values, outputs, add, number, norm)
 
     def one(
-        rows: int, x: int, values: int, add: int, weight: int, bias: int, y: int, outputs: int
+        rows: int,
+        x: int,
+        values: int,
+        add: int,
+        norm_weight: int,
+        out: int,
+        packed: int,
+        eps: float,
+        weight: int,
+        bias: int,
+        y: int,
+        outputs: int,
     ) -> None:
-        first(rows, x, weight, bias, y, values, outputs, add, i64(block_x()))
+        norm, number = (norm_weight, out, packed, eps), i64(block_x())
+        first_of(rows, x, weight, bias, y, values, outputs, add, number, norm)
 
     def two(
         rows: int,
         x: int,
         values: int,
         add: int,
+        norm_weight: int,
+        out: int,
+        packed: int,
+        eps: float,
         weight: int,
         bias: int,
         y: int,
@@ -194,17 +300,22 @@ def _of_warps(kinds: tuple[TensorType, ...], warps: int, is_whole: bool) -> GpuK
         y2: int,
         outputs2: int,
     ) -> None:
-        number, groups = i64(block_x()), outputs + GROUP_ROWS - 1 >> 3
-        if number < groups:
-            first(rows, x, weight, bias, y, values, outputs, add, number)
-        else:
-            second(rows, x, weight2, bias2, y2, values, outputs2, add, number - groups)
+        norm, number, of_type = (norm_weight, out, packed, eps), i64(block_x()), 0
+        groups = outputs + GROUP_ROWS - 1 >> 3
+        if number >= groups:
+            weight, bias, y, outputs = weight2, bias2, y2, outputs2
+            of_type, number = second_type, number - groups
+        group_of(of_type, rows, x, weight, bias, y, values, outputs, add, number, norm)
 
     def three(
         rows: int,
         x: int,
         values: int,
         add: int,
+        norm_weight: int,
+        out: int,
+        packed: int,
+        eps: float,
         weight: int,
         bias: int,
         y: int,
@@ -218,21 +329,23 @@ def _of_warps(kinds: tuple[TensorType, ...], warps: int, is_whole: bool) -> GpuK
         y3: int,
         outputs3: int,
     ) -> None:
-        number = i64(block_x())
+        norm, number, of_type = (norm_weight, out, packed, eps), i64(block_x()), 0
         groups, groups2 = outputs + GROUP_ROWS - 1 >> 3, outputs2 + GROUP_ROWS - 1 >> 3
-        if number < groups:
-            first(rows, x, weight, bias, y, values, outputs, add, number)
-        elif number < groups + groups2:
-            second(rows, x, weight2, bias2, y2, values, outputs2, add, number - groups)
-        else:
-            number -= groups + groups2
-            third(rows, x, weight3, bias3, y3, values, outputs3, add, number)
+        if number >= groups + groups2:
+            weight, bias, y, outputs = weight3, bias3, y3, outputs3
+            of_type, number = third_type, number - groups - groups2
+        elif number >= groups:
+            weight, bias, y, outputs = weight2, bias2, y2, outputs2
+            of_type, number = second_type, number - groups
+        group_of(of_type, rows, x, weight, bias, y, values, outputs, add, number, norm)
 
     function: Any = (one, two, three)[len(kinds) - 1]
-    name = "_".join(
-        ["one_row", f"{warps}{'w' if is_whole else ''}", *(kind.name.lower() for kind in kinds)]
-    )
+    form = f"{warps}w" if is_whole else f"{warps}"
+    names = ["normed_row" if normed_values else "one_row", form]
+    name = "_".join([*names, *(kind.name.lower() for kind in kinds)])
     shared_bytes = 4 * GROUP_ROWS * warps
+    if normed_values:
+        shared_bytes += quantised_bytes(normed_values) + 4 * warps
     registers = 96 if warps <= 4 else MOST_REGISTERS  # small blocks all have room at once
     return GpuKernel(
         name, function, WARP * warps, _grid, lambda _: shared_bytes, registers, _reads(kinds)
