@@ -275,8 +275,8 @@ Options:
   -d LIST, --n-depth LIST      tokens that are there before (default 0)
   -r N, --repetitions N        runs of each test that count, after one that does not (default 5)
   -o FORMAT, --output FORMAT   md (default) or json
-  --profile                    on a card: where the time of the last token of each test goes, kernel
-                               by kernel
+  --profile                    on a card: where the time of a token behind each test goes, kernel by
+                               kernel
   --seed N                     of the token ids of prompts (default 0)
 {_DEVICE_OF_A_BENCH}
   --verbose                    say more about what is done, on stderr

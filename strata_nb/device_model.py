@@ -430,9 +430,9 @@ class DeviceModel:
             return self._backend.plain_read()
 
     def profile(self, cells: int) -> WindowProfile:
-        """Measure where the time of the last step goes, which had one row behind so many cells.
+        """Measure where the time of the last step goes, whose one row sees so many cells.
 
-        UnsupportedDevice where programs are no graphs.
+        It must have given logits. UnsupportedDevice where programs are no graphs.
         """
         with self._turn:
             self._settle()

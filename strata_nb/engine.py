@@ -350,7 +350,9 @@ class Engine:
         return self._device().plain_read()
 
     def profile(self, cells: int) -> WindowProfile:
-        """Measure, kernel by kernel, the last step of one token, behind so many others.
+        """Measure, kernel by kernel, the last step, which read one token and gave its logits.
+
+        cells   that it saw, its own among them
 
         On cards only: UnsupportedDevice elsewhere. Tokens that follow are the same as without it.
         """

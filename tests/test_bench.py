@@ -283,7 +283,7 @@ def test_a_profile_is_a_table_of_kinds_with_their_sum_beside_the_whole_graph(
     profiled: Run,
 ) -> None:
     _, _, title, found = as_tables(profiled).split("\n\n")
-    assert title.startswith("tg2: where the time of the last token goes")
+    assert title.startswith("tg2: where the time of a token goes")
     assert title.endswith("in the median run a token took 1333.3 us")
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in found.splitlines()[2:]]
     assert rows == [

@@ -89,8 +89,10 @@ def test_a_profile_of_each_test_that_writes_is_reported(run: Console, tiny: str)
     assert near["whole_us"] > 0
     assert near["bytes"] == sum(line["bytes"] for line in near["lines"])
     with Engine.open(Options(tiny, device="host", ctx_size=64)) as engine:
-        kv_bytes = engine.step_bytes(74) - engine.step_bytes(4)
-    assert far["bytes"] - near["bytes"] == kv_bytes
+        kv_bytes = {cells: engine.step_bytes(cells) - engine.step_bytes(0) for cells in (5, 75)}
+    assert far["bytes"] - near["bytes"] == kv_bytes[75] - kv_bytes[5]
+    attention = [line["bytes"] for line in near["lines"] if line["launch"] == "attention"]
+    assert sum(attention) == kv_bytes[5]
 
 
 @pytest.mark.usefixtures("card")
@@ -116,5 +118,5 @@ def test_a_table_of_a_window_follows_that_of_the_tests(run: Console, tiny: str) 
     tests, lines, title, window = out.split("\n\n")
     assert re.search(r"\| +tg2 \|", tests)
     assert lines.startswith("plain read: ")
-    assert title.startswith("tg2: where the time of the last token goes")
+    assert title.startswith("tg2: where the time of a token goes")
     assert window.splitlines()[-1].startswith("| the whole graph ")

@@ -83,7 +83,7 @@ class Bench:
     """Run cases on an engine.
 
     repetitions   of each that count
-    profiles      whether the last token of each case that writes is looked into
+    profiles      whether a token behind each case that writes is looked into
     done          called after each run
     """
 
@@ -123,7 +123,10 @@ class Bench:
             return Outcome(case, seconds, memory)
         end = case.depth + case.tokens  # cells that the last token sees
         read_bytes = [self._engine.step_bytes(cells) for cells in (case.depth + 1, end)]
-        profile = self._engine.profile(end) if self._profiles else None
+        profile = None
+        if self._profiles:
+            session.next_logits()  # the last token is read now, in a step that can be repeated
+            profile = self._engine.profile(end + 1)
         return Outcome(case, seconds, memory, sum(read_bytes) // 2, profile)
 
     def _read(self, session: Session, tokens: int) -> float:

@@ -53,7 +53,7 @@ class Outcome:
     seconds      of each run
     memory       experts and K/V after the last run, `figures.memory_stats`
     read_bytes   that a step reads, on the average of a run; None where that is not known
-    profile      where the time of the last step went; None where nobody asked
+    profile      where the time of a step behind it goes; None where nobody asked
     """
 
     case: Case
@@ -231,7 +231,7 @@ def _profile_table(run: Run, outcome: Outcome, profile: WindowProfile) -> str:
     rows.append(row("sum of the lines", "", count, profile.sum_s, profile.read_bytes))
     rows.append(row("the whole graph", "", count, profile.whole_s, profile.read_bytes))
     title = (
-        f"{outcome.case.name}: where the time of the last token goes; in the median run a token "
+        f"{outcome.case.name}: where the time of a token goes; in the median run a token "
         f"took {1e6 / median(outcome.rates):.1f} us"
     )
     return f"{title}\n\n{_table(head, rows, texts=2)}"
