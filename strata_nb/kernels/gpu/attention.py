@@ -51,6 +51,7 @@ from strata_nb.kernels.gpu.planes import keys_reader, plane_bytes, values_reader
 from strata_nb.kernels.gpu.runs import grid_of, maxima_of, room_for_runs, work_of
 from strata_nb.kernels.runs import RUN_CELLS
 
+_BLOCKS = 512  # of threads: a large card takes some at a time on each multiprocessor
 _THREADS = 256
 _PARTS_SHIFT = 2
 _PARTS = 1 << _PARTS_SHIFT  # threads that share a cell's key
@@ -220,6 +221,6 @@ def attention_kernel(
         name,
         attention,
         _THREADS,
-        lambda given, most_rows: grid_of(given["heads"], given, most_rows),
+        lambda given, most_rows: grid_of(given["heads"], given, most_rows, _BLOCKS),
         lambda _: results + 4 * value_length * slots,
     )

@@ -67,7 +67,8 @@ from strata_nb.kernels.gpu.planes import plane_bytes
 from strata_nb.kernels.gpu.runs import grid_of, maxima_of, room_for_runs, work_of
 from strata_nb.kernels.runs import RUN_BLOCKS, RUN_CELLS
 
-_WARPS = 8
+_BLOCKS = 128  # of threads: as many as large cards have multiprocessors, which take one each
+_WARPS = 8  # and K/V blocks of a run
 _THREADS = _WARPS * WARP
 _TILE = 8  # heads
 _CHUNK = 16  # cells that a warp takes at a time
@@ -261,17 +262,16 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
     no_scores, no_results = _zeros(8), _zeros(results)
 
     def announce(
-        run: int, line: int, position: int, thread: int, buffer: int, k_plane: int, v_plane: int
+        run: int, line: int, position: int, warp: int, buffer: int, k_plane: int, v_plane: int
     ) -> None:
-        """Write where a run's blocks are, and have what the row sees of them brought nearer."""
-        if thread < RUN_BLOCKS:
-            number = run * RUN_BLOCKS + thread
-            block = load_i64(line + 8 * min(number, position >> _BLOCK_SHIFT))
-            shared_store_i64(_ADDRESSES + 8 * (RUN_BLOCKS * buffer + thread), block)
-            cells = min(position + 1 - BLOCK_CELLS * number, BLOCK_CELLS)
-            if cells > 0:
-                prefetch(block + k_plane, i32(key_bytes * cells))
-                prefetch(block + v_plane, i32(value_bytes * cells))
+        """Write where a run's block of a warp's number is, and bring what is seen of it nearer."""
+        number = run * RUN_BLOCKS + warp
+        block = load_i64(line + 8 * min(number, position >> _BLOCK_SHIFT))
+        shared_store_i64(_ADDRESSES + 8 * (RUN_BLOCKS * buffer + warp), block)
+        cells = min(position + 1 - BLOCK_CELLS * number, BLOCK_CELLS)
+        if cells > 0:
+            prefetch(block + k_plane, i32(key_bytes * cells))
+            prefetch(block + v_plane, i32(value_bytes * cells))
 
     def cell_of(first: int, cell: int, last: int, addresses: int, each: int) -> Any:
         """Return the address of a cell of a run, of the last one that is seen if it is behind."""
@@ -321,13 +321,13 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
         kv_head = tile // tiles
         first_of_tile = _TILE * (tile - tiles * kv_head)
         k_plane, v_plane = k_offset + key_plane * kv_head, v_offset + value_plane * kv_head
-        if run <= last_run:
-            announce(run, line, position, thread, 0, k_plane, v_plane)
+        warp, lane = thread >> 5, thread & 31
+        if run <= last_run and lane == 0:
+            announce(run, line, position, warp, 0, k_plane, v_plane)
         barrier()
         await_previous()
         if run > last_run:
             return
-        warp, lane = thread >> 5, thread & 31
         g, t = lane >> 2, lane & 3
         first_head = row * heads + group * kv_head + first_of_tile
         used = min(group - first_of_tile, _TILE)
@@ -351,8 +351,8 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
 
         while True:
             buffer = 1 - buffer
-            if run + step <= last_run:
-                announce(run + step, line, position, thread, buffer, k_plane, v_plane)
+            if run + step <= last_run and lane == 0:
+                announce(run + step, line, position, warp, buffer, k_plane, v_plane)
             behind = start + (last - start + _ROUND & -_ROUND)  # of this warp's chunks
             scores = scores_at + 4 * thread
 
@@ -434,7 +434,7 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
         name,
         attention,
         _THREADS,
-        lambda given, most_rows: grid_of(tiles * given["kv_heads"], given, most_rows),
+        lambda given, most_rows: grid_of(tiles * given["kv_heads"], given, most_rows, _BLOCKS),
         lambda _: scores_at + max(_SCORE_BYTES, _WARPS * result_bytes),
         _REGISTERS,
     )
