@@ -109,6 +109,12 @@ def test_queries_of_any_size_are_as_exact(gpu: Run, size: float) -> None:
     assert close(attend(gpu, kv, q, [0], [50]), expected(kv, q, 0, [50]))
 
 
+def test_heads_whose_queries_differ_in_size_are_as_exact(gpu: Run) -> None:
+    kv = filled(1, (32, 64), 64)
+    q = random_heads(1, 4, 32) * np.array([1e-4, 10, 1, 1e3], np.float32)[:, None]
+    assert close(attend(gpu, kv, q, [0], [50]), expected(kv, q, 0, [50]))
+
+
 def test_values_of_any_size_are_as_exact(gpu: Run) -> None:
     kv = filled(1, (32, 64), 64)
     for cell in range(64):

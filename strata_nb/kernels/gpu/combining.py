@@ -73,19 +73,16 @@ def _eight_of(place: int, left: int, step: int) -> Any:
     return _four_of(place, left, step) + _four_of(place + step * second, left - second, step)
 
 
-def _joined(values: Any, left: int, shared: int, total: Any) -> Any:
-    """Return total and the weights, of which shared says where they are, times eight values.
-
-    left   runs from the first of the eight on: what is behind them does not count
-    """
-    total = fma(shared_load_f32(shared), values[0], total)
-    total = fma(shared_load_f32(shared + 4), values[1] if left > 1 else f32(0.0), total)
-    total = fma(shared_load_f32(shared + 8), values[2] if left > 2 else f32(0.0), total)
-    total = fma(shared_load_f32(shared + 12), values[3] if left > 3 else f32(0.0), total)
-    total = fma(shared_load_f32(shared + 16), values[4] if left > 4 else f32(0.0), total)
-    total = fma(shared_load_f32(shared + 20), values[5] if left > 5 else f32(0.0), total)
-    total = fma(shared_load_f32(shared + 24), values[6] if left > 6 else f32(0.0), total)
-    return fma(shared_load_f32(shared + 28), values[7] if left > 7 else f32(0.0), total)
+def _joined(values: Any, weights: int, total: Any) -> Any:
+    """Return total and eight values times their weights, which begin at an offset."""
+    total = fma(shared_load_f32(weights), values[0], total)
+    total = fma(shared_load_f32(weights + 4), values[1], total)
+    total = fma(shared_load_f32(weights + 8), values[2], total)
+    total = fma(shared_load_f32(weights + 12), values[3], total)
+    total = fma(shared_load_f32(weights + 16), values[4], total)
+    total = fma(shared_load_f32(weights + 20), values[5], total)
+    total = fma(shared_load_f32(weights + 24), values[6], total)
+    return fma(shared_load_f32(weights + 28), values[7], total)
 
 
 @cache
@@ -130,7 +127,7 @@ def combine_kernel(value_length: int) -> GpuKernel:
             run += threads
             largest = load_f32(maxima + 4 * min(run, runs - 1))
             weighed = load_f32(sums + 4 * min(run, runs - 1))
-        if thread < _AT_ONCE:
+        if thread < _AT_ONCE:  # behind the last run, whose values are read in place of others
             shared_store_f32(4 * (runs + thread), f32(0.0))
         barrier()
 
@@ -140,7 +137,7 @@ def combine_kernel(value_length: int) -> GpuKernel:
             run += 1
         mixed, run = f32(0.0), i64(0)
         while run < runs:
-            mixed = _joined(found, runs - run, 4 * run, mixed)
+            mixed = _joined(found, 4 * run, mixed)
             run += _AT_ONCE
             following = min(run, runs - 1)
             found = _eight_of(place + step * following, runs - following, step)
