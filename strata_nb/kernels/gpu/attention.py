@@ -212,7 +212,6 @@ def attention_kernel(
                 store_f32(place, best)
                 total = shared_load_f32(_TOTALS) + shared_load_f32(_TOTALS + 4)
                 store_f32(place + 4 * room, total)
-            barrier()
             run += i64(blocks_z())
 
     name = f"attention_{keys}_{values}_{key_length}_{value_length}_{group}"
