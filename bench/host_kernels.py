@@ -32,7 +32,6 @@ from docopt import docopt
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
-from bandwidth import read_seconds, seconds
 from random_blocks import random_blocks
 from results import write_result
 
@@ -40,6 +39,7 @@ from strata_nb import cpu
 from strata_nb.formats import TensorType, block_layout
 from strata_nb.kernels.host import activations, prompt, window
 from strata_nb.kernels.host.capability import PATH
+from strata_nb.kernels.host.reading import read_passes, seconds
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.packing import GROUP_ROWS, PACKED, pack
 
@@ -129,7 +129,7 @@ class Bench:
         reading_prompt = multiply(prompt.prompt_kernel(kind), self.prompt, 1)
         for threads in THREADS:
             pairs = [
-                (read_seconds(weights, threads), seconds(decode, threads))
+                (min(read_passes(weights, threads)), seconds(decode, threads))
                 for _ in range(self.repeats)
             ]
             reading, decoding = (statistics.median(column) for column in zip(*pairs, strict=True))

@@ -36,7 +36,7 @@ from strata_nb.cache import policy  # noqa: E402
 from strata_nb.cache.profile import load_profile, rank_by_use  # noqa: E402
 from strata_nb.cache.replay import Routes  # noqa: E402
 from strata_nb.cache.routing import count_use, load_trace  # noqa: E402
-from strata_nb.commands.bench import OPTIMUM, Case, measure  # noqa: E402
+from strata_nb.commands.bench_policy import OPTIMUM, Case, measure  # noqa: E402
 
 MAKERS: dict[str, policy.Maker] = {
     "static": policy.static,

@@ -11,22 +11,58 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_nb import cpu
 from strata_nb.addresses import memory_view
 from strata_nb.card_opening import Record, open_card, open_first_card
+from strata_nb.errors import StrataError, UnsupportedDevice
 from strata_nb.execution import Driver
 from strata_nb.host import HostDriver, parse_host_devices
 from strata_nb.kernels.host.ahead import compile_ahead
 from strata_nb.kernels.host.functions import WorkSpace, prepare
+from strata_nb.kernels.host.reading import read_passes
 from strata_nb.kernels.host.threads import PreparedProgram, Threads
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
+from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress, Say
+from strata_nb.shared_tables import SharedTable
 from strata_nb.tracing import Recorder, RecordingDriver
+
+if TYPE_CHECKING:
+    from strata_nb.card_profile import WindowProfile
+
+# That are read to measure the host's memory, more than caches hold; where memory is short, less.
+PLAIN_READ_BYTES, PLAIN_READ_LEAST = 1 << 30, 128 << 20
+
+
+class Flights(Protocol):
+    """Begin windows on a device; at most two are under way."""
+
+    def begin(
+        self,
+        program: Any,
+        rows: int,
+        address: int,
+        sent: NDArray[np.uint8],
+        fetched: Sequence[tuple[int, int]],
+    ) -> Any:
+        """Send bytes to an address, run a program, and begin to fetch (address, bytes) behind it.
+
+        Returns what `land` is given. Nothing waits, and `sent` may be changed at once. Sizes are
+        multiples of 8 bytes.
+        """
+
+    def land(self, flight: Any) -> NDArray[np.int64]:
+        """Wait for a window; return the words that it fetched, one behind the other.
+
+        They stay until the window after the next begins.
+        """
+
 
 Prepared = TypeVar("Prepared")  # a program in the form that a backend runs
 
@@ -95,11 +131,11 @@ class Backend(Protocol[Prepared]):
     def prepare(self, programs: Sequence[Program]) -> Sequence[Prepared]:
         """Make programs ready to run; they can be run until the backend is closed."""
 
-    def share(self, table: NDArray[Any], *, is_written: bool = False) -> int:
+    def share(self, table: SharedTable, *, is_written: bool = False) -> int:
         """Return where programs find a table of the host, for as long as the backend is open.
 
         A run sees what the host wrote into it before. `is_written`: programs write it too, and what
-        they wrote is there after `wait`.
+        they wrote is there after `wait`; the host writes it only when nothing runs, after a `wait`.
         """
 
     def send(self, address: int, array: NDArray[Any]) -> None:
@@ -116,6 +152,24 @@ class Backend(Protocol[Prepared]):
 
     def wait(self) -> None:
         """Wait until every run has ended."""
+
+    def plain_read(self) -> PlainRead:
+        """Measure how fast the device's memory can be read; StrataError where that cannot be."""
+
+    def profile(self, programs: Sequence[Program], rows: int, kv_layer_bytes: int) -> WindowProfile:
+        """Measure where the time goes of programs that follow each other, as the last step did.
+
+        Nothing of it stays. UnsupportedDevice where programs are no graphs.
+
+        kv_layer_bytes   of K/V that attention reads in a layer
+        """
+
+    def flights(self, sent_bytes: int, fetched_bytes: int) -> Flights | None:
+        """Return what begins windows and takes their results later; None where a run has ended
+        when it returns.
+
+        sent_bytes, fetched_bytes   the most that a window sends and fetches
+        """
 
     def close(self) -> None:
         """End threads and free what is left; may be called twice."""
@@ -162,8 +216,8 @@ class HostBackend:
         self._spaces.append(space)
         return [prepare(program, space) for program in programs]
 
-    def share(self, table: NDArray[Any], *, is_written: bool = False) -> int:
-        return int(table.ctypes.data)
+    def share(self, table: SharedTable, *, is_written: bool = False) -> int:
+        return int(table.array.ctypes.data)
 
     def send(self, address: int, array: NDArray[Any]) -> None:
         memory_view(address, array.nbytes)[:] = array.reshape(-1).view(np.uint8)
@@ -178,6 +232,26 @@ class HostBackend:
 
     def wait(self) -> None:
         """Do nothing: a run has ended when it returns."""
+
+    def plain_read(self) -> PlainRead:
+        available = cpu.available_memory_bytes()
+        size = min(PLAIN_READ_BYTES, available // 4)
+        if size < PLAIN_READ_LEAST:
+            raise StrataError(
+                f"{available:,} bytes of memory are available: a quarter of them is read, which "
+                f"must be {PLAIN_READ_LEAST:,} at least, more than caches hold",
+                hint="end other programs",
+            )
+        return PlainRead(size, tuple(read_passes(np.ones(size, np.uint8), self.threads)))
+
+    def profile(self, programs: Sequence[Program], rows: int, kv_layer_bytes: int) -> WindowProfile:
+        raise UnsupportedDevice(
+            f"the device {self.name} runs programs in threads, and has no graphs to look into",
+            hint="--device cuda has",
+        )
+
+    def flights(self, sent_bytes: int, fetched_bytes: int) -> None:
+        """Return none: a run has ended when it returns."""
 
     def _threads(self) -> Threads:
         if self._compute is None:

@@ -3,6 +3,7 @@
     prepare   load the kernels; for 1 to 8 rows capture the program's launches as a graph
     run       send the tables that the host changed, launch the graph; nothing waits
     wait      bring back what programs count
+    flights   windows whose results are taken while the next one runs (card_flights.py)
 
 Graphs are captured once. What changes under them lies in memory that they name: the step's record
 and the tables. The host has these tables too and changes its own copies; the card's are written
@@ -18,29 +19,40 @@ waits for the link, at every layer).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
-from strata_nb.errors import DriverError, UnsupportedDevice
+from strata_nb.card_flights import CardFlights
+from strata_nb.card_profile import WindowProfile, profile_window
+from strata_nb.driver import OUTSIDE_BYTES, RESERVE_BYTES
+from strata_nb.errors import DriverError, StrataError, UnsupportedDevice
 from strata_nb.execution import Driver, ProgramDriver
-from strata_nb.kernels.gpu.launches import CardLaunch, card_launches
+from strata_nb.kernels.gpu.card_launch import CardLaunch
+from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES, plain_read_launch
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
+from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress, Say
+from strata_nb.shared_tables import SharedTable
 from strata_nb.tracing import Recorder, RecordingDriver
 
 MOST_ROWS = 8  # of a step; a longer prompt is a chain of steps
 STAGING_BYTES = 4 << 20  # of pinned memory, each way
 USUAL_SHARED_BYTES = 48 << 10  # that a block gets without being asked
-# Neither was measured: for page tables, modules, graphs and tables; for whoever draws the screen.
-OUTSIDE_BYTES = 256 << 20
-RESERVE_BYTES = 700 << 20
+REPLAYS = 31  # of each graph that is timed: a median of them counts
+PLAIN_READ_BYTES = 4 << 30  # that are read to measure the card's memory, or what is free of them
+PLAIN_READ_LEAST = 256 << 20  # several times what the caches of a card hold
+PLAIN_READ_LEAVES = 64 << 20  # free, for others
+PLAIN_READ_PASSES = 10
 
 
 class CardDriver(Driver, ProgramDriver, Protocol):
@@ -66,13 +78,13 @@ Compile = Callable[[Sequence[Wanted], Progress | None, Say], Mapping[str, Machin
 class _Shared:
     """Hold a table of the host, where the card has it, and whether programs write it.
 
-    known   what host and card agreed on last: the host changed what differs from it
+    sent   as of so many changes the card has it
     """
 
-    table: NDArray[Any]
+    table: SharedTable
     address: int
     is_written: bool
-    known: NDArray[Any] | None = None
+    sent: int = -1
 
 
 class CardProgram:
@@ -91,6 +103,7 @@ class CardBackend:
     recorder   writes down what the driver is asked; it stays the caller's
     """
 
+    overlaps = True  # kernels begin while the one in front of them ends, on cards that can
     has_slots, of_host, most_rows = True, False, MOST_ROWS
     chooses_tokens = attends_in_runs = True
     outside_bytes, reserve_bytes = OUTSIDE_BYTES, RESERVE_BYTES
@@ -192,17 +205,23 @@ class CardBackend:
             one.shared_bytes,
             self._stream,
             one.packed,
+            overlaps=self.overlaps,
         )
 
     def run(self, program: CardProgram, rows: int, first: int = 0, last: int | None = None) -> None:
         if first or last is not None:
             raise AssertionError("a card runs programs as a whole")
-        for one in self._shared:
-            if one.known is None or not np.array_equal(one.table, one.known):
-                self._staging.send(one.address, one.table)
-                one.known = one.table.copy()
+        self._send_tables()
         self._has_run = True
         self._card.graph_launch(program.graphs[rows], self._stream)
+
+    def _send_tables(self) -> None:
+        """Bring the tables that the host changed to the card."""
+        for one in self._shared:
+            changes = one.table.changes
+            if one.sent != changes:
+                self._staging.send(one.address, one.table.array)
+                one.sent = changes
 
     def wait(self) -> None:
         self._card.stream_synchronize(self._stream)
@@ -210,14 +229,99 @@ class CardBackend:
             return  # the card may not have the tables yet, and has counted nothing
         for one in self._shared:
             if one.is_written:
-                self._staging.fetch(one.address, one.table)
-                one.known = one.table.copy()
+                self._staging.fetch(one.address, one.table.receive())
         self._has_run = False
+
+    # Measuring.
+
+    def plain_read(self) -> PlainRead:
+        free_bytes, _ = self.driver.mem_info(self.device)
+        most = min(PLAIN_READ_BYTES, free_bytes - PLAIN_READ_LEAVES)
+        stretches = most // (STRETCH_BYTES + SUMS_BYTES)
+        if stretches * STRETCH_BYTES < PLAIN_READ_LEAST:
+            raise StrataError(
+                f"{free_bytes:,} bytes of {self.name} are free, and more than "
+                f"{PLAIN_READ_LEAST + PLAIN_READ_LEAVES:,} are needed to read past its caches",
+                hint="a larger --vram-reserve-mib leaves more",
+            )
+        with ExitStack() as made:
+            buffer = self.driver.allocate(stretches * STRETCH_BYTES, self.device)
+            made.callback(self.driver.free, buffer)
+            sums = self.driver.allocate(stretches * SUMS_BYTES, self.device)
+            made.callback(self.driver.free, sums)
+            one = plain_read_launch(buffer, sums, stretches)
+            self._machine.update(self._compiler([(one.kernel, one.kinds)], None, lambda _: None))
+            self._load(one.kernel, one.shared_bytes)
+            self._launch(one, 1)  # the first run is slower: its pages are not known to the card
+            # No wait in between: a card that waits for the host would be measured with its wait.
+            events = [self._timed_event(made) for _ in range(PLAIN_READ_PASSES + 1)]
+            self._card.event_record(events[0], self._stream)
+            for event in events[1:]:
+                self._launch(one, 1)
+                self._card.event_record(event, self._stream)
+            self._card.stream_synchronize(self._stream)
+            return PlainRead(
+                stretches * STRETCH_BYTES,
+                tuple(self._card.event_elapsed_s(*pair) for pair in pairwise(events)),
+            )
+
+    def profile(self, programs: Sequence[Program], rows: int, kv_layer_bytes: int) -> WindowProfile:
+        """Measure graphs of parts of the programs, each behind a graph of all of them.
+
+        That leaves the rows and the caches of the card as a step does, and keeps the card busy
+        until the part is there. The programs run again and again, with what the last step had sent;
+        what they count is put back.
+        """
+        launches = [one for program in programs for one in card_launches(program, rows)]
+        self.wait()
+        self._send_tables()
+        try:
+            with ExitStack() as made:
+                whole = self._executable(launches, rows, made)
+                start, end = self._timed_event(made), self._timed_event(made)
+
+                def seconds(some: Sequence[CardLaunch]) -> float:
+                    with ExitStack() as part:
+                        executable = self._executable(some, rows, part)
+                        return median(
+                            self._replay(whole, executable, start, end) for _ in range(REPLAYS)
+                        )
+
+                return profile_window(launches, rows, kv_layer_bytes, seconds)
+        finally:
+            for one in self._shared:
+                if one.is_written:
+                    self._staging.send(one.address, one.table.array)
+            self._card.stream_synchronize(self._stream)
+
+    def _replay(self, before: int, executable: int, start: int, end: int) -> float:
+        """Return the seconds of an executable behind another one."""
+        self._card.graph_launch(before, self._stream)
+        self._card.event_record(start, self._stream)
+        self._card.graph_launch(executable, self._stream)
+        self._card.event_record(end, self._stream)
+        self._card.event_synchronize(end)
+        return self._card.event_elapsed_s(start, end)
+
+    def _executable(self, launches: Sequence[CardLaunch], rows: int, owner: ExitStack) -> int:
+        """Return an executable graph of launches, which ends with its owner."""
+        graph = self._captured(launches, rows)
+        try:
+            executable = self._card.graph_instantiate(graph, self.device)
+        finally:
+            self._card.graph_destroy(graph)
+        owner.callback(self._card.executable_destroy, executable)
+        return executable
+
+    def _timed_event(self, owner: ExitStack) -> int:
+        event = self._card.event_create(self.device, timed=True)
+        owner.callback(self._card.event_destroy, event)
+        return event
 
     # What host and card exchange.
 
-    def share(self, table: NDArray[Any], *, is_written: bool = False) -> int:
-        address: int = self._card.allocate(max(1, table.nbytes), self.device)
+    def share(self, table: SharedTable, *, is_written: bool = False) -> int:
+        address: int = self._card.allocate(max(1, table.array.nbytes), self.device)
         self._shared.append(_Shared(table, address, is_written))
         return address
 
@@ -226,6 +330,11 @@ class CardBackend:
 
     def fetch(self, address: int, array: NDArray[Any]) -> None:
         self._staging.fetch(address, array)
+
+    def flights(self, sent_bytes: int, fetched_bytes: int) -> CardFlights:
+        return CardFlights(
+            self._card, self.device, self._stream, self.run, sent_bytes, fetched_bytes
+        )
 
     def close(self) -> None:
         """Close the driver: it waits, then frees all that was made here in the order that holds."""

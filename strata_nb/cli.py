@@ -40,7 +40,8 @@ Commands:
   perplexity  measure how well a model predicts a text, or compare two runs
   devices     show on what models can run here
   inspect     check what a run did to a device's memory, and look at it
-  bench       compare ways to keep experts on a device, with recorded routes
+  bench       measure how fast prompts are read and tokens written (`bench policy`: compare ways to
+              keep experts on a device, with recorded routes)
 
 `strata_nb generate` alone writes a story, with a small model that comes with strata_nb.
 """
@@ -83,6 +84,8 @@ _DEVICE = """\
 {swaps}
   --vram-reserve-mib N         MiB of the device that stay free for others (default 0, of a card
                                700)
+  --vram-limit SIZE            let a card, or a small device, count as one of SIZE in all (12GiB),
+                               with what is in use on it; it stays as fast as it is
   --kv-grow                    begin with a small K/V and grow it as the text needs, experts use the
                                memory meanwhile (the default, but not on the whole machine: host)
   --no-kv-grow                 take memory for the whole context at the start
@@ -104,6 +107,7 @@ _CONTROL = """\
                                the device free for others (alone: as at the start), STATUS
                                describes the engine"""
 _DEVICE_OF_A_TEXT = _DEVICE.format(swaps=_SWAPS, context="the model's, at most 8192")
+_DEVICE_OF_A_BENCH = _DEVICE.format(swaps=_SWAPS, context="as many as the longest test needs")
 _DEVICE_OF_CHUNKS = _DEVICE.format(swaps=_SWAPS, context="512, which is a chunk of the text")
 
 _SAMPLING = """\
@@ -254,12 +258,38 @@ Options:
 """
 
 BENCH_USAGE = f"""\
+Measure how fast prompts are read and tokens written, and how much of the device's memory bandwidth
+the latter uses.
+
+Usage:
+  strata_nb bench [options]
+
+Tests have llama-bench's names: pp512 reads a prompt of 512 tokens, tg128 writes 128, and
+"tg128 @ d1024" does so behind 1,024 others. Lists are numbers such as 0,512; a prompt or an answer
+of 0 tokens leaves its test out. A table goes to stdout, or everything as JSON.
+
+Options:
+{_ANY_MODEL}
+  -p LIST, --n-prompt LIST     tokens of prompts (default 512)
+  -n LIST, --n-gen LIST        tokens to write (default 128)
+  -d LIST, --n-depth LIST      tokens that are there before (default 0)
+  -r N, --repetitions N        runs of each test that count, after one that does not (default 5)
+  -o FORMAT, --output FORMAT   md (default) or json
+  --profile                    on a card: where the time of the last token of each test goes, kernel
+                               by kernel
+  --seed N                     of the token ids of prompts (default 0)
+{_DEVICE_OF_A_BENCH}
+  --verbose                    say more about what is done, on stderr
+  -h, --help                   show this text
+"""
+
+BENCH_POLICY_USAGE = f"""\
 Replay recorded routes against policies that decide which experts have slots, and print how often
 each expert was found there, and what had to be moved.
 
 Usage:
   strata_nb bench policy [options] [--] TRACE...
-  strata_nb bench [policy] --help
+  strata_nb bench policy --help
 
 A TRACE is written by generate --routing-trace: int16 .npy (tokens, layers, top-k). Policies:
   static      the slots hold what the profile ranks first
@@ -289,13 +319,16 @@ USAGE = {
     "devices": DEVICES_USAGE,
     "inspect": INSPECT_USAGE,
     "bench": BENCH_USAGE,
+    "bench policy": BENCH_POLICY_USAGE,
 }
 
 
 def _dispatch(argv: Sequence[str]) -> int:
     if not argv:
         raise ConfigError("no command given", hint="one of: " + ", ".join(USAGE))
-    command, *words = argv
+    # A command has one word, or two.
+    first = 2 if " ".join(argv[:2]) in USAGE else 1
+    command, words = " ".join(argv[:first]), argv[first:]
     if command in ("-h", "--help", "--version") and words:
         raise ConfigError(f"{command} {words[0]}: {command} stands alone", hint=f"write {command}")
     if command == "--version":
@@ -304,8 +337,8 @@ def _dispatch(argv: Sequence[str]) -> int:
     if command in ("-h", "--help") or argv == ["help"]:
         print(MAIN_USAGE, end="")
         return 0
-    if command == "help" and len(words) == 1 and words[0] in USAGE:
-        print(USAGE[words[0]], end="")
+    if command == "help" and " ".join(words) in USAGE:
+        print(USAGE[" ".join(words)], end="")
         return 0
     if command not in USAGE:
         asked = " ".join(argv) if command == "help" else command
@@ -315,7 +348,8 @@ def _dispatch(argv: Sequence[str]) -> int:
     if arguments.flag("--help"):
         print(USAGE[command], end="")
         return 0
-    status: int = import_module(f"strata_nb.commands.{command}").run(arguments)
+    module = import_module(f"strata_nb.commands.{command.replace(' ', '_')}")
+    status: int = module.run(arguments)
     return status
 
 

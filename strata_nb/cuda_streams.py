@@ -8,7 +8,7 @@ its stream, for whoever waits for it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import byref, c_int, c_void_p
+from ctypes import byref, c_float, c_int, c_void_p
 from dataclasses import dataclass, field
 
 from strata_nb import cuda_table as cuda
@@ -88,9 +88,10 @@ class CudaStreams:
         self._calls.call("stream_synchronize", found.device, "cuStreamSynchronize", stream)
         _raise(found.take_error())
 
-    def event_create(self, device: int) -> int:
+    def event_create(self, device: int, timed: bool = False) -> int:
         event = c_void_p()
-        asked = ("cuEventCreate", byref(event), cuda.EVENT_DISABLE_TIMING)
+        flags = cuda.EVENT_DEFAULT if timed else cuda.EVENT_DISABLE_TIMING
+        asked = ("cuEventCreate", byref(event), flags)
         self._calls.call("event_create", device, *asked)
         return self._events.enter(event, device)
 
@@ -118,6 +119,13 @@ class CudaStreams:
     def event_synchronize(self, event: int) -> None:
         device = self._events.find(event)
         self._calls.call("event_synchronize", device, "cuEventSynchronize", event)
+
+    def event_elapsed_s(self, start: int, end: int) -> float:
+        self._events.find(end)
+        milliseconds = c_float()
+        asked = ("cuEventElapsedTime", byref(milliseconds), start, end)
+        self._calls.call("event_elapsed_s", self._events.find(start), *asked)
+        return milliseconds.value / 1000
 
     def copy_async(self, destination: int, source: int, size: int, stream: int) -> None:
         device = self._streams.find(stream).device

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from ctypes import (
     POINTER,
     c_char_p,
+    c_float,
     c_int,
     c_size_t,
     c_ubyte,
@@ -72,7 +73,7 @@ GRANULARITY_MINIMUM, GRANULARITY_RECOMMENDED = 0, 1
 MEMHOSTALLOC_PORTABLE_DEVICEMAP = 0x01 | 0x02
 MEMHOSTREGISTER_PORTABLE_DEVICEMAP = 0x01 | 0x02
 STREAM_NON_BLOCKING = 0x1
-EVENT_DISABLE_TIMING = 0x2
+EVENT_DEFAULT, EVENT_DISABLE_TIMING = 0x0, 0x2
 STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 LAUNCH_PARAM_END, LAUNCH_PARAM_BUFFER_POINTER, LAUNCH_PARAM_BUFFER_SIZE = 0, 1, 2
@@ -279,6 +280,8 @@ _ROWS = (
     Prototype("cuEventQuery", 2000, (_Object,)),
     # (CUevent hEvent)
     Prototype("cuEventSynchronize", 2000, (_Object,)),
+    # (float *pMilliseconds, CUevent hStart, CUevent hEnd)
+    Prototype("cuEventElapsedTime", 2000, (POINTER(c_float), _Object, _Object)),
     # Work.
     # (CUdeviceptr dst, CUdeviceptr src, size_t ByteCount, CUstream hStream)
     Prototype("cuMemcpyAsync", 4000, (_Pointer, _Pointer, c_size_t, _Object)),

@@ -5,6 +5,8 @@ rows at a time; where the device draws tokens, their ids are all that comes back
 
     Record   what programs read of a step, as the host writes it
     Heads    runs the head, and what draws tokens
+
+Windows whose rows all have tokens drawn need none of this: `device_windows`.
 """
 
 from __future__ import annotations
@@ -92,13 +94,22 @@ class Heads:
 
 
 class Record:
-    """The host's copy of a step's record: `words` go to `address` before each run."""
+    """The host's copy of a step's record: `words` go to `address` before each run.
+
+    choices   records of `kernels/choices.py` for the head's rows, where the device draws tokens;
+              none elsewhere
+    memory    the bytes of both, `choices_offset` being where choices begin: what is sent together
+    """
 
     def __init__(self, programs: Programs) -> None:
         record, rows, head_rows = programs.record, programs.max_rows, programs.head_rows
         self.address = record.rows
-        end = record.wanted_rows + 8 * head_rows
-        self.words = np.zeros((end - self.address) // 8, np.int64)
+        words = (record.wanted_rows - self.address) // 8 + head_rows
+        drawn_rows = head_rows if programs.choices else 0
+        self.choices_offset = programs.choices - self.address if drawn_rows else 8 * words
+        self.memory = np.zeros(self.choices_offset + CHOICE.itemsize * drawn_rows, np.uint8)
+        self.words = self.memory[: 8 * words].view(np.int64)
+        self.choices: npt.NDArray[Any] = self.memory[self.choices_offset :].view(CHOICE)
 
         def part(address: int, count: int) -> npt.NDArray[np.int64]:
             first = (address - self.address) // 8
@@ -112,14 +123,26 @@ class Record:
 
     def write(self, rows: Sequence[Row], lengths: dict[int, int]) -> None:
         """Write rows, each at the next position of its sequence; `lengths` is used up."""
-        count = len(rows)
         positions = []
         for row in rows:
             positions.append(lengths[row.sequence])
             lengths[row.sequence] += 1
+        self._write([row.token for row in rows], [row.sequence for row in rows], positions)
+
+    def write_window(
+        self, tokens: Sequence[int], sequences: Sequence[int], positions: Sequence[int]
+    ) -> None:
+        """Write rows for all of which the head is."""
+        self._write(tokens, sequences, positions)
+        self.want(range(len(tokens)))
+
+    def _write(
+        self, tokens: Sequence[int], sequences: Sequence[int], positions: Sequence[int]
+    ) -> None:
+        count = len(tokens)
         self._rows[0] = count
-        self._tokens[:count] = [row.token for row in rows]
-        self._sequences[:count] = [row.sequence for row in rows]
+        self._tokens[:count] = tokens
+        self._sequences[:count] = sequences
         self._positions[:count] = positions
 
     def want(self, rows: Sequence[int]) -> None:

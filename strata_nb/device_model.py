@@ -7,24 +7,22 @@ Opening lays everything out before anything is read, so that what does not fit i
     K/V                         blocks that the ledger maps
     programs                    emitted once over those addresses, and prepared by the backend
 
-A step writes its rows into the step's record, runs the body, and the head for the rows that want
-logits; a device that draws tokens goes on to that, and only their ids come back. What changes
-between steps are tables that the programs read.
+What changes between steps are tables that the programs read. Steps are `device_steps`.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb import device_needs, loading, models
+from strata_nb import device_needs, device_room, loading, models
 from strata_nb.backend import Backend
 from strata_nb.cache.accounts import Change
 from strata_nb.cache.capacity import Ledger
@@ -33,14 +31,14 @@ from strata_nb.cache.experts import ExpertArena, HostArena
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout, blocks_for
 from strata_nb.cache.look import Look
-from strata_nb.cache.plan import Needs, plan_device
+from strata_nb.cache.plan import Memory, Needs, plan_device
 from strata_nb.cache.policy import Insertion, Maker, static, swaps
 from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_profile
 from strata_nb.cache.residency import Residency
 from strata_nb.cache.routing import RoutingTrace
 from strata_nb.cache.slots import SlotLayout
-from strata_nb.device_heads import Heads, Record
-from strata_nb.errors import ConfigError, DeviceLost, StrataError
+from strata_nb.device_steps import DeviceSteps, SharedCounts
+from strata_nb.errors import ConfigError, DeviceLost
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
@@ -49,17 +47,15 @@ from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPlaces, KVPlaces, Places, Programs
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options
+from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress
 from strata_nb.sampling import Choice
-from strata_nb.steps import (
-    WINDOW_ROWS,
-    DeviceReport,
-    ModelReport,
-    Result,
-    Row,
-    closed_error,
-)
+from strata_nb.shared_tables import SharedTable
+from strata_nb.steps import DeviceReport, ModelReport, Row, closed_error
 from strata_nb.tracing import Announce
+
+if TYPE_CHECKING:
+    from strata_nb.card_profile import WindowProfile
 
 SEQUENCES = 16  # rows of the block table
 HEAD_ROWS = 32  # whose logits are computed at a time: 20 MB for a vocabulary of 150,000
@@ -89,7 +85,8 @@ class Reserved(NamedTuple):
 class DeviceModel:
     """Run steps of a model on a backend's device; `steps.StepModel` says what each method does.
 
-    `arena`, `kv` and `ledger` may be looked at between steps.
+    `arena`, `kv` and `ledger` may be looked at between steps. `off` says what the device does not
+    do since it was opened, and why.
     """
 
     def __init__(
@@ -110,6 +107,7 @@ class DeviceModel:
         self.description = description
         self.max_rows = max_rows
         self.warnings: list[str] = []
+        self.off: list[str] = []
         self._backend = backend
         self._forgotten: deque[int] = deque()
         self._process = os.getpid()
@@ -141,14 +139,15 @@ class DeviceModel:
         unplaced, weight_bytes = loading.dense_layout(file, sizes.dense)
         measured, buffer_bytes = self._emit(sizes, unplaced, Buffers(), placed=False)
         needs = Needs(
-            dense_bytes=device_needs.plain_bytes(weight_bytes, buffer_bytes)
-            + backend.outside_bytes,
+            dense_bytes=device_needs.plain_bytes(weight_bytes, buffer_bytes),
             reserve_bytes=device_needs.reserve_bytes(options, backend),
             kv=sizes.kv,
             kv_cells=ctx_size if rules is None else rules.init_cells,
             kv_most_cells=ctx_size,
             slots=sizes.slots if wanted_slots != 0 else None,
             slots_wanted=wanted_slots,
+            outside_bytes=backend.outside_bytes,
+            limit_bytes=device_needs.limit_bytes(options, backend),
         )
         expert_bytes = sizes.experts.size_bytes if sizes.experts else 0
         self.warnings += loading.check_memory(device_needs.host_bytes(expert_bytes, needs, backend))
@@ -173,8 +172,9 @@ class DeviceModel:
             "block", device=device, owner="weights", address=weights.address, size=weight_bytes
         )
         host = HostArena(0, 0, np.zeros((0, 0), np.int64))
+        loaded: loading.HostExperts | None = None
         if sizes.experts is not None:
-            loaded = loading.load_experts(
+            loaded = loading.begin_experts(  # read while the rest is laid out
                 file,
                 sizes.stacks,
                 sizes.experts,
@@ -185,9 +185,6 @@ class DeviceModel:
             )
             undo.callback(loaded.close)
             host = loaded.arena
-            for offset, size in sizes.experts.blocks:
-                address = host.address + offset
-                self._tell("block", device=None, owner="host", address=address, size=size)
 
         stream = driver.stream_create(device)
         undo.callback(driver.stream_destroy, stream)
@@ -213,15 +210,14 @@ class DeviceModel:
         base = driver.allocate(buffer_bytes, device)
         undo.callback(driver.free, base)
         self._tell("block", device=device, owner="buffers", address=base, size=buffer_bytes)
+        use, tally = SharedTable(self.arena.use), SharedTable(self.arena.tally)
+        places = (backend.share(table, is_written=True) for table in (use, tally))
+        self._counts = SharedCounts(use, tally, *places)
         emitted, placed_bytes = self._emit(sizes, weights.tensors, Buffers(base), placed=True)
         if placed_bytes != buffer_bytes:
             raise AssertionError(f"buffers of {placed_bytes:,} bytes in {buffer_bytes:,}")
         self._programs = emitted
-        programs = [emitted.body, emitted.head, emitted.choice]
-        self._body, head, choice = backend.prepare(programs)
         _write_rope_table(file, model, backend, base, ctx_size)
-        self._record = Record(emitted)
-        self._heads = Heads(backend, emitted, self._record, head, choice, model.vocab_size)
         self._elastic = ElasticKV(self.ledger, rules, say=say) if rules is not None else None
         if self._elastic is not None:
             self._elastic.reconsider()
@@ -229,12 +225,42 @@ class DeviceModel:
         ranks = np.full(host.offsets.shape, -1, np.int32)
         if self._prior is not None:
             ranks = self._prior.ranks()
-            order = self._prior.order()
-            for rank, pair in enumerate(order, start=1):
-                self.arena.prior[pair] = 1 - rank / (len(order) + 1)
-            self.arena.fill(order)
         self._residency = Residency(self.arena, ranks, policy_maker(options), say=say)
         self.ledger.heat = self._residency.heat
+        self._steps = DeviceSteps(
+            backend,
+            emitted,
+            self._counts,
+            self.kv,
+            self.arena,
+            self._elastic,
+            self._residency,
+            self._trace,
+            None if self._announce is None else self._tell_step,
+            vocabulary=model.vocab_size,
+            top_k=model.top_k,
+        )
+        self._fill(loaded)
+        if backend.has_slots:
+            self.warnings += device_room.keep_free(self.ledger, say)
+            experts = model.layers * model.experts
+            self.off += device_needs.switched_off(options, plan, self.arena.usable_slots, experts)
+
+    def _fill(self, loaded: loading.HostExperts | None) -> None:
+        """Wait for the experts, and copy those that the profile ranks to slots as they come."""
+        order = self._prior.order() if self._prior is not None else []
+        for rank, pair in enumerate(order, start=1):
+            self.arena.prior[pair] = 1 - rank / (len(order) + 1)
+        if loaded is None:
+            return
+        filling = self.arena.begin_fill(order)
+
+        def ready(address: int, size: int) -> None:
+            self._tell("block", device=None, owner="host", address=address, size=size)
+            filling.copy(address, size)
+
+        loaded.finish(ready)
+        filling.finish()
 
     def _emit(
         self,
@@ -252,7 +278,7 @@ class DeviceModel:
         rope = buffers.take(sizes.rope_bytes)
         share = self._backend.share
         kv = KVPlaces(
-            table=share(self.kv.table) if placed else 0,
+            table=share(self.kv.blocks) if placed else 0,
             table_width=sizes.table_width,
             key_type=sizes.kv.key.cache_type,
             value_type=sizes.kv.value.cache_type,
@@ -261,12 +287,10 @@ class DeviceModel:
         )
         experts: list[ExpertPlaces] = []
         if sizes.experts is not None:
-            tables = [0, 0, 0, 0]
+            addresses = tiers = use = tally = 0
             if placed:
-                arena = self.arena
-                tables = [share(table) for table in (arena.expert_address, arena.expert_tier)]
-                tables += [share(table, is_written=True) for table in (arena.use, arena.tally)]
-            addresses, tiers, use, tally = tables
+                addresses, tiers = share(self.arena.addresses), share(self.arena.tiers)
+                use, tally = self._counts.use_address, self._counts.tally_address
             count = model.experts
             experts = [
                 ExpertPlaces(
@@ -314,6 +338,10 @@ class DeviceModel:
 
     # Steps.
 
+    @property
+    def goes_ahead(self) -> bool:
+        return self._steps.windows is not None
+
     def open_sequence(self) -> int:
         with self._turn:
             self._settle()
@@ -326,78 +354,42 @@ class DeviceModel:
 
     def length(self, sequence: int) -> int:
         with self._turn:
-            self._settle()
+            self._opened()
             return self.kv.length(sequence)
 
     def rewind(self, sequence: int, length: int) -> None:
         with self._turn:
-            self._settle()
-            self.kv.rewind(sequence, length)
+            self._opened()
+            if length != self.kv.length(sequence):
+                self._settle()
+                self.kv.rewind(sequence, length)
 
     def make_room(self, sequence: int, cells: int, *, prompt: bool) -> None:
         with self._turn:
-            self._settle()
+            self._opened()
             if self._elastic is None:
                 return
+            if not prompt and self.kv.has_room(sequence, cells):
+                return
+            self._settle()
             if prompt:
                 self._elastic.before_prompt({sequence: cells})
             else:
                 self._elastic.before_step({sequence: cells})
 
     def step(self, rows: Sequence[Row]) -> Floats:
-        return self._whole_step(rows, self._heads.logits)
-
-    def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
-        return self._whole_step(rows, lambda wanted: self._heads.tokens(wanted, how))
-
-    def _whole_step(self, rows: Sequence[Row], head: Callable[[list[int]], Result]) -> Result:
-        """Read rows; return what `head` returns, which is called with the rows it is for."""
         with self._turn:
             self._settle()
-            result = self._checked_step(rows, head)
-            if self._elastic is not None:
-                self._elastic.when_idle()
-            return result
+            return self._steps.step(rows)
 
-    def _checked_step(self, rows: Sequence[Row], head: Callable[[list[int]], Result]) -> Result:
-        if not 1 <= len(rows) <= self.max_rows:
-            raise ConfigError(f"a step of {len(rows)} rows", hint=f"1 to {self.max_rows} rows")
-        new = Counter(row.sequence for row in rows)
-        before = {sequence: self.kv.length(sequence) for sequence in new}
-        if self._elastic is not None:
-            self._elastic.before_step(new)
-        try:
-            return self._step(rows, new, dict(before), head)
-        except BaseException:
-            with suppress(StrataError):  # what failed first is what is told
-                self._backend.wait()  # what was begun may still use what is moved or freed next
-            for sequence, length in before.items():
-                self.kv.rewind(sequence, length)  # the room that it got is free again
-            raise
-
-    def _step(
-        self,
-        rows: Sequence[Row],
-        new: Counter[int],
-        lengths: dict[int, int],
-        head: Callable[[list[int]], Result],
-    ) -> Result:
-        for sequence, cells in new.items():
-            self.kv.extend(sequence, cells)
-        self._record.write(rows, lengths)
-        self._backend.send(self._record.address, self._record.words)
-        self._run_body(len(rows))
-        result = head([n for n, row in enumerate(rows) if row.wants_logits])
-        self._backend.wait()
-        if self.arena.usable_slots:
-            self._residency.after(len(rows))
-        if self._trace is not None:  # behind all that may fail: a step that is repeated counts once
-            self._trace.append(self.chosen(len(rows)))
-        for sequence, cells in new.items():
-            self.kv.advance(sequence, cells)
-        if self._announce is not None:
-            self._tell_step(len(rows))
-        return result
+    def choose(
+        self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice] = ()
+    ) -> list[int]:
+        with self._turn:
+            self._opened()
+            if self._forgotten:
+                self._settle()
+            return self._steps.choose(rows, how, ahead)
 
     def _tell_step(self, rows: int) -> None:
         """Announce a step, with the figures that it leaves behind."""
@@ -422,42 +414,58 @@ class DeviceModel:
     def chosen(self, rows: int) -> npt.NDArray[np.int64]:
         """Return the experts that the rows of the last step used: (rows, layers, top_k)."""
         self._opened()
-        top_k = self.description.top_k
-        tables = np.empty((len(self._programs.chosen), rows, top_k), np.int64)
-        for address, table in zip(self._programs.chosen, tables, strict=True):
-            self._backend.fetch(address, table)
-        return np.ascontiguousarray(tables.transpose(1, 0, 2))
+        return self._steps.chosen(rows)
 
-    def _run_body(self, rows: int) -> None:
-        if rows <= WINDOW_ROWS or self._backend.most_rows is not None:
-            self._backend.run(self._body, rows)
-            return
-        first = 0
-        for end in self._programs.layer_ends:
-            self._backend.run(self._body, rows, first, end)
-            first = end
+    # Measuring.
+
+    def step_bytes(self, cells: int) -> int:
+        """Return the bytes that a step of one row reads: weights, and K/V of so many cells."""
+        kv_bytes = cells * self.kv.layout.block_bytes // BLOCK_CELLS
+        return self.description.row_weight_bytes + kv_bytes
+
+    def plain_read(self) -> PlainRead:
+        """Measure how fast the device's memory can be read; StrataError where that cannot be."""
+        with self._turn:
+            self._settle()
+            return self._backend.plain_read()
+
+    def profile(self, cells: int) -> WindowProfile:
+        """Measure where the time of the last step goes, which had one row behind so many cells.
+
+        UnsupportedDevice where programs are no graphs.
+        """
+        with self._turn:
+            self._settle()
+            programs = [self._programs.body, self._programs.head, self._programs.choice]
+            kv_layer_bytes = cells * self.kv.layout.layer_bytes // BLOCK_CELLS
+            return self._backend.profile(programs, 1, kv_layer_bytes)
 
     # The rest.
 
     def report(self) -> ModelReport:
         with self._turn:
-            self._opened()
+            self._pause()
             if self._elastic is not None:
                 self._elastic.flush()  # what is said and what is reported shall agree
             return self._report()
 
     def _report(self) -> ModelReport:
         ledger = self.ledger.describe()
-        free_bytes = None
+        owners = ledger.bytes_by_owner
+        memory: Memory | None = None
         if self._backend.has_slots:
-            free_bytes, _ = self._backend.driver.mem_info(self._backend.device)
+            memory = self.ledger.memory()
+            owners["outside"] = self.ledger.outside_bytes(memory)
         device = DeviceReport(
             self._backend.name,
-            free_bytes,
+            memory and memory.free_bytes,
+            memory and memory.total_bytes,
+            memory and memory.device_bytes,
+            self.ledger.reserve_bytes,
             ledger.slots,
             ledger.resident,
             ledger.kv_cells,
-            ledger.bytes_by_owner,
+            owners,
         )
         hits, misses = self.arena.tally.tolist()
         moved = self._residency
@@ -466,7 +474,7 @@ class DeviceModel:
     def look(self) -> Look:
         """Look at the device's chunks as they are now."""
         with self._turn:
-            self._opened()
+            self._pause()
             return self.ledger.look()
 
     def set_reserve(self, reserve_bytes: int | None) -> Reserved:
@@ -490,8 +498,9 @@ class DeviceModel:
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""
-        self._opened()
-        save_profile(path, rank_by_use(self.arena.use, self._prior))
+        with self._turn:
+            self._settle()
+            save_profile(path, rank_by_use(self.arena.use, self._prior))
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the routes of all steps so far."""
@@ -509,6 +518,7 @@ class DeviceModel:
             if resources is not None:
                 if self._elastic is not None:
                     self._elastic.flush()
+                self._steps.end()
                 with suppress(DeviceLost):  # nothing of it is left, and who lost it was told
                     resources.close()
 
@@ -516,9 +526,15 @@ class DeviceModel:
         if self._resources is None:
             raise closed_error()
 
+    def _pause(self) -> None:
+        """Settle for somebody who looks, and may look again behind the next token."""
+        self._settle()
+        self._steps.pause()
+
     def _settle(self) -> None:
-        """End the sequences whose sessions are gone."""
+        """Let no step be in flight, and end the sequences whose sessions are gone."""
         self._opened()
+        self._steps.settle()
         while self._forgotten:
             if self.kv.is_open(self._forgotten[0]):
                 self.kv.close_sequence(self._forgotten[0])

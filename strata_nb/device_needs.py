@@ -1,4 +1,4 @@
-"""What options ask of a device's memory, before it is planned: slots, growth, and what to say."""
+"""What options ask of a device's memory: slots, growth, a limit; what is off, and what to say."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from strata_nb.cache.plan import Needs, Plan
 from strata_nb.cache.slots import SlotLayout, slot_budget
 from strata_nb.errors import ConfigError
 from strata_nb.execution import PLAIN_UNIT_BYTES
+from strata_nb.models.description import bytes_text
 from strata_nb.options import Options, expert_cache_size
 
 
@@ -64,6 +65,17 @@ def growth_rules(options: Options, ctx_size: int, backend: Backend[Any]) -> Grow
     return GrowthRules.of(ctx_size, *sizes.values()) if grows else None
 
 
+def limit_bytes(options: Options, backend: Backend[Any]) -> int | None:
+    """Return how much memory the device counts as having; None: all that it has."""
+    if options.vram_limit is not None and not backend.has_slots:
+        raise ConfigError(
+            f"--vram-limit {bytes_text(options.vram_limit)}: the device {backend.name} is the "
+            "whole machine, which can be no smaller",
+            hint="give a device of its own memory: --device host:1x512MiB",
+        )
+    return options.vram_limit
+
+
 def plain_bytes(*sizes: int) -> int:
     """Return what allocations of these sizes take of a device's memory, each in whole pages."""
     return sum(-(-size // PLAIN_UNIT_BYTES) * PLAIN_UNIT_BYTES for size in sizes)
@@ -89,6 +101,23 @@ def host_bytes(expert_bytes: int, needs: Needs, backend: Backend[Any]) -> dict[s
         wanted = needs.slots_wanted or needs.slots.layers
         host[f"at least {wanted:,} expert slots"] = needs.slots.bytes_of(wanted)
     return host
+
+
+def switched_off(options: Options, plan: Plan, slots: int, experts: int) -> list[str]:
+    """Return what a device of its own memory does not do, and in brackets why.
+
+    slots    that there are now, for so many experts
+    """
+    off = []
+    if slots < experts:
+        auto = options.expert_cache == "auto"
+        why = "no room for more" if auto else f"--expert-cache {options.expert_cache}"
+        off.append(f"slots for {experts - slots:,} experts ({why})")
+    if slots and options.adapt == "off":
+        off.append("following the text (--adapt off)")
+    if plan.needs.kv_cells >= plan.needs.kv_most_cells and options.kv_grow is False:
+        off.append("growth of the K/V (--no-kv-grow)")
+    return off
 
 
 def reach_warnings(plan: Plan) -> list[str]:

@@ -35,6 +35,11 @@ from strata_nb.execution import DeviceFacts
 if TYPE_CHECKING:
     from strata_nb.execution import Driver, ProgramDriver
 
+# Of a card, beside what a model asks for. Neither was measured: what the driver takes for page
+# tables, modules, graphs and tables; what stays free for others, such as who draws the screen.
+OUTSIDE_BYTES = 256 << 20
+RESERVE_BYTES = 700 << 20
+
 _TEXT_BYTES = 256
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from strata_nb import cpu, models
 from strata_nb.errors import ConfigError
 from strata_nb.gguf import GGUFFile
+from strata_nb.models.description import bytes_text
 from strata_nb.options import (
     DEFAULT_CONTEXT_LIMIT,
     DEFAULT_PREFILL_ROWS,
@@ -33,8 +34,10 @@ from strata_nb.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from strata_nb.cache.look import Look
+    from strata_nb.card_profile import WindowProfile
     from strata_nb.device_model import DeviceModel
     from strata_nb.models import Description
+    from strata_nb.plain_read import PlainRead
     from strata_nb.progress import Progress
 
 __all__ = ["Engine", "Generation", "Report", "Session", "Token", "VramReport"]
@@ -94,6 +97,7 @@ class Engine:
     load_s           seconds that opening took
     say              called with lines about what happens to memory; may be exchanged
     warnings         one line each, for the user
+    off              what the device does not do, each with the reason
     expert_profile   the file that ranked its experts at the start, None where there was none
     """
 
@@ -135,6 +139,7 @@ class Engine:
                 file, options, progress, compiling, resources
             )
         self.warnings += self._model.warnings
+        self.off = [] if self._on_device is None else self._on_device.off
         self._resources = resources.pop_all()
         self._resources.callback(self._model.close)
         self.load_s = time.perf_counter() - started
@@ -151,6 +156,7 @@ class Engine:
             (None if options.expert_cache == "auto" else options.expert_cache, "--expert-cache"),
             (None if options.adapt == "insert" else options.adapt, "--adapt"),
             (options.vram_reserve_mib, "--vram-reserve-mib"),
+            (options.vram_limit and bytes_text(options.vram_limit), "--vram-limit"),
             (options.kv_grow_init, "--kv-grow-init"),
             (options.kv_grow_step, "--kv-grow-step"),
             (options.kv_grow or None, "--kv-grow"),
@@ -323,7 +329,7 @@ class Engine:
             expert_slots_full=plan.most_slots,
             expert_cache_mib=device.bytes_by_owner["experts"] >> 20,
             expert_cache_full_mib=plan.arena_chunks * plan.chunk_bytes >> 20,
-            vram_free_mib=(device.free_bytes or 0) >> 20,
+            vram_free_mib=max(0, device.free_bytes or 0) >> 20,
             prompt_chunk=self.prefill_rows,
         )
 
@@ -334,6 +340,21 @@ class Engine:
     def save_routing_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the experts of every token so far; `Options.routing_trace` must have been given."""
         self._device().save_trace(path)
+
+    def step_bytes(self, cells: int) -> int:
+        """Return the bytes that a step of one token reads behind so many: weights and K/V."""
+        return self._device().step_bytes(cells)
+
+    def plain_read(self) -> PlainRead:
+        """Measure how fast the device's memory can be read; StrataError where that cannot be."""
+        return self._device().plain_read()
+
+    def profile(self, cells: int) -> WindowProfile:
+        """Measure, kernel by kernel, the last step of one token, behind so many others.
+
+        On cards only: UnsupportedDevice elsewhere. Tokens that follow are the same as without it.
+        """
+        return self._device().profile(cells)
 
     def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
         """Return the ids of a text that is to be continued, at least one.

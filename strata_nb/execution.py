@@ -78,7 +78,8 @@ class ExecutionDriver(Protocol):
     def stream_synchronize(self, stream: int) -> None:
         """Wait for the stream's work; raises the first error of it that was not raised yet."""
 
-    def event_create(self, device: int) -> int: ...
+    def event_create(self, device: int, timed: bool = False) -> int:
+        """Return a new event; `timed`: it also keeps the time at which its work was done."""
 
     def event_destroy(self, event: int) -> None: ...
 
@@ -93,6 +94,9 @@ class ExecutionDriver(Protocol):
 
     def event_synchronize(self, event: int) -> None:
         """Wait for the work that `event` stands for."""
+
+    def event_elapsed_s(self, start: int, end: int) -> float:
+        """Return the seconds between two timed events, whose work is done; else DriverError."""
 
     def copy_async(self, destination: int, source: int, size: int, stream: int) -> None:
         """Copy `size` bytes; each address lies in one range, allocation or registered block."""

@@ -153,6 +153,11 @@ class GGUFFile:
                 )
             rest, position = rest[count:], position + count
 
+    def descriptor(self, name: str) -> int:
+        """Return the system's number of the file that a tensor is in; valid until `close`."""
+        tensor, _ = self._tensor(name)
+        return self._handles[tensor.shard].fileno()
+
     def forget_cached(self, name: str, start: int, size: int) -> None:
         """Let the system drop its copy of some bytes of a tensor from memory; they stay readable.
 

@@ -352,9 +352,9 @@ class HostDriver:
         self._streams.synchronize(stream)
 
     @_operation
-    def event_create(self, device: int) -> int:
+    def event_create(self, device: int, timed: bool = False) -> int:
         self._memory.make_context(device)
-        return self._streams.create_event()
+        return self._streams.create_event(timed)
 
     @_operation
     def event_destroy(self, event: int) -> None:
@@ -375,6 +375,10 @@ class HostDriver:
     @_operation
     def event_synchronize(self, event: int) -> None:
         self._streams.event_synchronize(event)
+
+    @_operation
+    def event_elapsed_s(self, start: int, end: int) -> float:
+        return self._streams.elapsed_s(start, end)
 
     @_operation
     def copy_async(self, destination: int, source: int, size: int, stream: int) -> None:

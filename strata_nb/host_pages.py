@@ -1,6 +1,6 @@
 """Ask the operating system for pages: reserve addresses, put a file's pages there, take them away.
 
-The host backend's only way to the C library. Every function takes and returns plain integers and
+The only way to the C library. Every function takes and returns plain integers and
 raises `PagesError` with the system's error number. Importing it elsewhere than on Linux raises
 UnsupportedDevice: punching holes into a file, which is how released memory really returns, is not
 portable.
@@ -133,6 +133,14 @@ def fill(address: int, value: int, size: int) -> None:
 def copy(destination: int, source: int, size: int) -> None:
     """Copy bytes between places that do not overlap; other Python threads run meanwhile."""
     _libc.memcpy(destination, source, size)
+
+
+def function_address(name: str) -> int:
+    """Return where a function of the C library is, for compiled code that calls it."""
+    address = ctypes.cast(getattr(_libc, name), ctypes.c_void_p).value
+    if address is None:
+        raise AssertionError(f"{name} has no address")
+    return address
 
 
 def _map_pages(

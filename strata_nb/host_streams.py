@@ -1,10 +1,11 @@
 """Run work of host devices in order: a stream is a thread, an event is a place in a stream's work.
 
-Positions are counts of pieces of work: a stream has `submitted` so many and `completed` so many.
-An event is a stream and the position that it had when the event was recorded, so recording costs
-no work. After work that raised, later work still runs; the error waits for who synchronizes. The
-rule that memory may leave its address only when work from before its retirement has ended is a
-comparison of such positions too.
+Positions are counts of pieces of work: a stream has `submitted` so many and `completed` so many. An
+event is a stream and the position that it had when the event was recorded, so recording costs no
+work, unless the event is timed: then looking at the clock is work of the stream. After work that
+raised, later work still runs; the error waits for who synchronizes. The rule that memory may leave
+its address only when work from before its retirement has ended is a comparison of such positions
+too.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from strata_nb.errors import DriverError, RuleViolation
 
@@ -87,8 +89,10 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Event:
+    timed: bool = False
     stream: _Stream | None = None
     position: int = 0
+    times: list[float] = field(default_factory=list)  # of the latest record: one, once it is done
 
     def done(self) -> bool:
         return self.stream is None or self.stream.completed >= self.position
@@ -163,10 +167,10 @@ class HostStreams:
                 if number in streams and streams[number].completed < position
             ]
 
-    def create_event(self) -> int:
+    def create_event(self, timed: bool) -> int:
         with self._lock:
             number = next(self._numbers)
-            self._events[number] = _Event()
+            self._events[number] = _Event(timed)
         return number
 
     def destroy_event(self, number: int) -> None:
@@ -177,11 +181,14 @@ class HostStreams:
     def record(self, event: int, stream: int) -> None:
         recorded = self._event(event)
         recorded.stream = self._stream(stream)
+        if recorded.timed:
+            recorded.times = times = list[float]()  # an earlier record may still be under way
+            recorded.stream.submit(lambda: times.append(time.perf_counter()))
         recorded.position = recorded.stream.submitted
 
     def hold(self, stream: int, event: int) -> None:
         recorded = self._event(event)
-        snapshot = _Event(recorded.stream, recorded.position)
+        snapshot = _Event(stream=recorded.stream, position=recorded.position)
         self._stream(stream).submit(snapshot.wait)
 
     def event_done(self, event: int) -> bool:
@@ -189,6 +196,12 @@ class HostStreams:
 
     def event_synchronize(self, event: int) -> None:
         self._event(event).wait()
+
+    def elapsed_s(self, start: int, end: int) -> float:
+        times = [self._event(number).times for number in (start, end)]
+        if not all(times):
+            raise DriverError("event_elapsed_s", 0, "not timed, not recorded, or not done yet")
+        return times[1][0] - times[0][0]
 
     def is_stream_thread(self) -> bool:
         here = threading.current_thread()

@@ -3,28 +3,33 @@
     DenseWeights    what every token needs: one allocation on a device
     HostExperts     the blobs of all experts: one arena of host memory that every device can read
 
-    file --read--> buffer of a worker --pack--> place in the arena
+    file --read--> buffer of a thread --pack--> place in the arena
                                       --pack--> staging --copy--> place on the device
 
-The work is cut into pieces of whole groups of rows; worker threads take them in the order of the
-file. They read it and do not use its mapping: the copy, which stays in the core's cache, hardly
-shows, while a page that is mapped cannot be let go, and a file that is cut off would end the
-process. Memory is touched first where it is packed, by all workers together.
+The work is cut into pieces of whole groups of rows; threads take them in the order of the file,
+without the GIL. They read it and do not use its mapping: the copy, which stays in the core's cache,
+hardly shows, while a page that is mapped cannot be let go, and a file that is cut off would end the
+process. Memory is touched first where it is packed, by all threads together.
+
+Experts come block by block. Where a block begins and ends is known before, so that the caller can
+lay out what it needs meanwhile; as soon as a block is whole it is registered with the driver, and
+may be copied to slots while the next ones are read. Dense weights go through a few stagings that
+the device can read: while one is copied, the others are filled.
 
 The system keeps what was read of a file in memory, and a second start is much faster for it. Where
-the file does not fit beside its packed copy, the workers let it go piece by piece (`keep_cached`,
+the file does not fit beside its packed copy, the threads let it go piece by piece (`keep_cached`,
 `cache_fits`): else the system would look for victims while it loads, and might swap.
 
-Whatever ends a load half way, an error in a worker or Ctrl-C, stops all workers after their piece
+Whatever ends a load half way, an error in a thread or Ctrl-C, stops all threads after their piece
 and leaves nothing allocated, registered or mapped.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -43,16 +48,16 @@ from strata_nb.gguf import GGUFFile, TensorInfo
 from strata_nb.loading_pieces import (
     FLOAT_BYTES,
     LoadProgress,
-    Piece,
-    carry_out,
+    Pieces,
+    Reading,
     matrix_pieces,
-    to_device,
-    to_host,
-    vector_piece,
+    vector_pieces,
 )
 
 ALIGNMENT = BLOB_ALIGNMENT  # bytes; of each tensor on the device and each part of a blob
 BLOCK_BYTES = 1 << 30  # of the arena, registered by one call each
+STAGING_BYTES = 32 << 20  # of dense weights, copied by one call each
+STAGINGS = 4  # that are filled or copied at a time
 
 # -- what is where ---------------------------------------------------------------------------------
 
@@ -268,12 +273,45 @@ class DenseWeights(_Loaded):
 
 
 class HostExperts(_Loaded):
-    """Own the blobs of all experts: `arena` says where each is, `layout` what is in it."""
+    """Own the blobs of all experts: `arena` says where each is, `layout` what is in it.
 
-    def __init__(self, layout: ExpertLayout, arena: HostArena, resources: ExitStack) -> None:
+    What is in the arena is not there before `finish` returned.
+    """
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        arena: HostArena,
+        reading: Reading,
+        driver: ExecutionDriver,
+        resources: ExitStack,
+    ) -> None:
         super().__init__(resources)
         self.layout = layout
         self.arena = arena
+        self._reading = reading
+        self._driver = driver
+
+    @property
+    def read_s(self) -> float:
+        """How many seconds reading and packing took, once it has finished."""
+        return self._reading.read_s
+
+    def finish(self, ready: Callable[[int, int], object] = lambda address, size: None) -> None:
+        """Wait for each block of the arena in turn, and register it with the driver.
+
+        ready   is then called with its address and bytes, while later blocks are read
+
+        Errors as in `load_dense`; the arena is of no use after one.
+        """
+        for number, (offset, size) in enumerate(self.layout.blocks):
+            self._reading.wait_for(number)
+            address = self.arena.address + offset
+            # After the memory was touched: a driver would touch it all in one thread.
+            self._driver.register_host(address, size)
+            self._resources.callback(self._driver.unregister_host, address)
+            ready(address, size)
+        self._reading.close()
 
 
 def load_dense(
@@ -302,18 +340,65 @@ def load_dense(
             name: PackedTensor(address + offset, kind, shape)
             for name, (offset, kind, shape) in offsets.items()
         }
-        pieces: list[Piece] = []
+        pieces: list[Pieces] = []
         for name, placed in tensors.items():
             tensor = file.tensors[name]
             if _is_vector(tensor):
-                pieces.append(vector_piece(tensor, placed.address))
+                pieces.append(vector_pieces(tensor, placed.address))
             else:
-                pieces += matrix_pieces(tensor, 0, placed.address)
+                targets = np.array([placed.address])
+                pieces.append(matrix_pieces(tensor, targets, np.zeros_like(targets)))
+        runs = _cut_runs(pieces)
         with ExitStack() as work:
-            staging = max((piece.target_bytes for piece in pieces), default=0)
-            deliver = [to_device(driver, device, staging, work) for _ in range(threads)]
-            carry_out(file, pieces, deliver, keep_cached, progress)
+            room = max((end - start for start, end in runs), default=0)
+            stagings: list[int] = []
+            for _ in range(min(STAGINGS, len(runs))):
+                stagings.append(driver.allocate_host(room))
+                work.callback(driver.free_host, stagings[-1])
+            stream = driver.stream_create(device)
+            work.callback(driver.stream_destroy, stream)
+            reading = Reading(
+                file,
+                _staged(pieces, runs, stagings),
+                len(runs),
+                threads=threads,
+                ahead=STAGINGS,
+                keep_cached=keep_cached,
+                progress=progress,
+            )
+            work.callback(reading.close)
+            for number, (start, end) in enumerate(runs):
+                reading.wait_for(number)
+                driver.copy_async(start, stagings[number % STAGINGS], end - start, stream)
+                driver.stream_synchronize(stream)
+                reading.allow(number + 1)
         return DenseWeights(tensors, address, size, undo.pop_all())
+
+
+def _cut_runs(pieces: Sequence[Pieces]) -> list[tuple[int, int]]:
+    """Cut what pieces fill, in the order of their targets, into runs (start, end) that fit a
+    staging; a larger piece is a run by itself."""
+    runs: list[tuple[int, int]] = []
+    for tensor in pieces:
+        for target, end in zip(tensor.targets.tolist(), tensor.target_ends.tolist(), strict=True):
+            if runs and end - runs[-1][0] <= STAGING_BYTES:
+                runs[-1] = runs[-1][0], end
+            else:
+                runs.append((target, end))
+    return runs
+
+
+def _staged(
+    pieces: Sequence[Pieces], runs: Sequence[tuple[int, int]], stagings: Sequence[int]
+) -> list[Pieces]:
+    """Return the pieces with the run of each as its group, and its staging as their target."""
+    starts = np.array([start for start, _ in runs])
+    moved = np.array([stagings[number % STAGINGS] for number in range(len(runs))]) - starts
+    staged: list[Pieces] = []
+    for tensor in pieces:
+        groups = np.searchsorted(starts, tensor.targets, side="right") - 1
+        staged.append(replace(tensor, groups=groups, targets=tensor.targets + moved[groups]))
+    return staged
 
 
 def load_experts(
@@ -332,20 +417,57 @@ def load_experts(
     where the system refuses the memory.
     """
     with ExitStack() as undo:
+        experts = begin_experts(
+            file,
+            layers,
+            layout,
+            driver,
+            threads=threads,
+            keep_cached=keep_cached,
+            progress=progress,
+        )
+        undo.callback(experts.close)
+        experts.finish()
+        undo.pop_all()
+        return experts
+
+
+def begin_experts(
+    file: GGUFFile,
+    layers: Sequence[Mapping[str, str]],
+    layout: ExpertLayout,
+    driver: ExecutionDriver,
+    *,
+    threads: int,
+    keep_cached: bool,
+    progress: LoadProgress,
+) -> HostExperts:
+    """Begin what `load_experts` does, and leave the rest to `finish` of what this returns.
+
+    Where each blob will be is known at once.
+    """
+    with ExitStack() as undo:
         address = _map_arena(layout.size_bytes, undo)
-        pieces: list[Piece] = []
+        starts = [start for start, _ in layout.blocks]
+        pieces: list[Pieces] = []
         for number, layer in enumerate(layers):
+            offsets = layout.offsets[number]
+            blocks = np.searchsorted(starts, offsets, side="right") - 1
             for part, name in layer.items():
-                inside = layout.parts[number][part].offset
-                for expert, offset in enumerate(layout.offsets[number].tolist()):
-                    pieces += matrix_pieces(file.tensors[name], expert, address + offset + inside)
-        carry_out(file, pieces, [to_host] * threads, keep_cached, progress)
-        # After the memory was touched: a driver would touch it all in one thread.
-        for offset, size in layout.blocks:
-            driver.register_host(address + offset, size)
-            undo.callback(driver.unregister_host, address + offset)
+                targets = address + offsets + layout.parts[number][part].offset
+                pieces.append(matrix_pieces(file.tensors[name], targets, blocks))
+        reading = Reading(
+            file,
+            pieces,
+            len(layout.blocks),
+            threads=threads,
+            ahead=None,
+            keep_cached=keep_cached,
+            progress=progress,
+        )
+        undo.callback(reading.close)
         arena = HostArena(address, layout.size_bytes, layout.offsets)
-        return HostExperts(layout, arena, undo.pop_all())
+        return HostExperts(layout, arena, reading, driver, undo.pop_all())
 
 
 def _map_arena(size: int, undo: ExitStack) -> int:

@@ -110,6 +110,8 @@ class Options:
                     slots, "N%" of all experts, "NMiB" or "NGiB"
     vram_reserve_mib   MiB of the device that stay free for other programs; None: none, or 700 of a
                     card
+    vram_limit      bytes that a device with slots counts as having, of which contexts and other
+                    programs use what they use; None: all that it has
     vram_elastic    whether `Engine.set_vram_reserve` may change that while the model is open
     kv_grow         whether the K/V begins small and grows as text needs it; None: on a device of
                     its own memory, where experts use the rest meanwhile
@@ -139,6 +141,7 @@ class Options:
     cache_type_v: str | None = None
     expert_cache: str = "auto"
     vram_reserve_mib: int | None = None
+    vram_limit: int | None = None
     vram_elastic: bool = False
     kv_grow: bool | None = None
     kv_grow_init: int | None = None
@@ -174,6 +177,8 @@ class Options:
                 2**31 - 1,
                 "a number of MiB, 0 or more",
             )
+        if self.vram_limit is not None:
+            _check_integer("--vram-limit", self.vram_limit, 1 << 20, 2**63, "a size, 12GiB say")
         expert_cache_size(self.expert_cache)
         for flag, cells in (
             ("--kv-grow-init", self.kv_grow_init),

@@ -73,14 +73,18 @@ padding, because what is read from memory is what decides the speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from strata_nb.formats import TensorType, block_layout, block_record, row_bytes
+from strata_nb.packing_tables import Moves, PieceMove, Swap
+
+if TYPE_CHECKING:
+    from strata_nb.compiling import Compiled
 
 GROUP_ROWS = 8
 SUB_BLOCK = 32  # values that share one integer sum
@@ -158,15 +162,7 @@ def fields(kind: TensorType) -> dict[str, Field]:
 # whose rows are words takes log2(rows) rounds of them (Warren, Hacker's Delight, section 7-3).
 
 
-class _Swap(NamedTuple):
-    first: int
-    second: int
-    shift: int
-    mask: int  # of 32 bits, repeated in a 64-bit word
-    width: int  # bytes of a word
-
-
-def _transpose(start: int, width: int, words: int, bits: int) -> Iterator[_Swap]:
+def _transpose(start: int, width: int, words: int, bits: int) -> Iterator[Swap]:
     """Exchange word w's bits number v with word v's number w, `words` words of `width` bytes.
 
     Each byte is cut into `words` slices of `bits` bits; words * bits is 8.
@@ -179,13 +175,13 @@ def _transpose(start: int, width: int, words: int, bits: int) -> Iterator[_Swap]
         for word in range(words):
             if not word & distance:
                 first = start + word * width
-                yield _Swap(
+                yield Swap(
                     first, first + distance * width, bits * distance, mask * 0x01010101, width
                 )
         distance //= 2
 
 
-def _swaps(kind: TensorType) -> Iterator[_Swap]:
+def _swaps(kind: TensorType) -> Iterator[Swap]:
     """Yield the swaps that bring the quants of a block into the order of pieces."""
 
     def start(name: str) -> int:
@@ -207,10 +203,10 @@ def _swaps(kind: TensorType) -> Iterator[_Swap]:
         yield from _transpose(start("high"), 4, 8, 1)
 
 
-def _nibbles(first: int, second: int) -> Iterator[_Swap]:
+def _nibbles(first: int, second: int) -> Iterator[Swap]:
     """Exchange the high nibbles of 16 bytes with the low nibbles of 16 others."""
     for word in (0, 8):
-        yield _Swap(first + word, second + word, 4, 0x0F0F0F0F, 8)
+        yield Swap(first + word, second + word, 4, 0x0F0F0F0F, 8)
 
 
 def _moved_bits(kind: TensorType) -> tuple[str, list[int]] | None:
@@ -266,63 +262,27 @@ def _piece_sources(kind: TensorType, field: Field) -> list[int]:
     return starts
 
 
-# -- tables for the compiled mover -----------------------------------------------------------------
-
-
-class Moves(NamedTuple):
-    """What the compiled mover (`packing_moves.py`) does with each block, as tables of int64.
-
-    pieces    (n, 5): offset in the block, width, `Field.before`, pieces of the field, number
-    swaps     (n, 5): first, second, shift, mask of 64 bits, width
-    bits      (2 * bytes, 16, 2): for each nibble of the field whose bits move, and each value of
-              it, its contribution to the moved field (16 bytes); `back` is the inverse
-    place     (2,): offset and bytes of that field
-    """
-
-    pieces: NDArray[np.int64]
-    swaps: NDArray[np.int64]
-    bits: NDArray[np.uint64]
-    back: NDArray[np.uint64]
-    place: NDArray[np.int64]
-
-
 @cache
-def moves(kind: TensorType) -> Moves:
-    """Return the tables of a type in `PACKED`."""
+def _functions(kind: TensorType) -> tuple[Compiled, Compiled]:
+    """Return what packs rows of a type in `PACKED`, and what unpacks them."""
+    # Here, because this loads Numba, and who only asks for fields can do without.
+    from strata_nb.packing_moves import pack_function, unpack_function
+
     pieces = [
-        (source, field.width, field.before, field.pieces, number)
+        PieceMove(source, field.width, field.before, field.pieces, number)
         for field in fields(kind).values()
         for number, source in enumerate(_piece_sources(kind, field))
     ]
-    swaps = [
-        (swap.first, swap.second, swap.shift, swap.mask * 0x1_0000_0001, swap.width)
-        for swap in _swaps(kind)
-    ]
     moved = _moved_bits(kind)
-    origin: list[int] = []
-    place = (0, 0)
-    if moved is not None:
-        name, origin = moved
-        place = (_start(kind, name), len(origin) // 8)
-    target = [0] * len(origin)
-    for position, source in enumerate(origin):
-        target[source] = position
-    return Moves(
-        np.array(pieces, np.int64),
-        np.array(swaps, np.uint64).astype(np.int64).reshape(-1, 5),
-        _contributions(target),
-        _contributions(origin),
-        np.array(place, np.int64),
+    offset, bits = (0, []) if moved is None else (_start(kind, moved[0]), moved[1])
+    moves = Moves(
+        block_layout(kind).size_bytes, tuple(pieces), tuple(_swaps(kind)), offset, tuple(bits)
     )
-
-
-def _contributions(target: Sequence[int]) -> NDArray[np.uint64]:
-    """Return, for nibble n with value v, the bits that it sets: bit b of all goes to target[b]."""
-    table = np.zeros((len(target) // 4, 16, 2), np.uint64)
-    for bit, position in enumerate(target):
-        values = np.arange(16) >> bit % 4 & 1 == 1
-        table[bit // 4, values, position // 64] |= np.uint64(1 << position % 64)
-    return table
+    name = kind.name.lower()
+    return (
+        pack_function(name, moves, GROUP_ROWS),
+        unpack_function(name, moves, GROUP_ROWS),
+    )
 
 
 # -- packing ---------------------------------------------------------------------------------------
@@ -359,27 +319,15 @@ def _move(
     if kind not in PACKED:
         out[...] = source.reshape(-1)
         return out
-    # Here, because this loads Numba, and who only asks for fields can do without.
-    from strata_nb.packing_moves import pack_groups, unpack_groups
-
-    table = moves(kind)
-    block = np.empty(block_layout(kind).size_bytes + 16, np.uint8)  # the mover's work space
-    (pack_groups if packs else unpack_groups)(
-        *(array.ctypes.data for array in (source, out, block)),
-        GROUP_ROWS,
-        rows,
-        row_values // block_layout(kind).values,
-        block_layout(kind).size_bytes,
-        *_addresses(table.pieces, table.swaps),
-        (table.bits if packs else table.back).ctypes.data,
-        *(int(number) for number in table.place),
-    )
+    function = packer(kind) if packs else _functions(kind)[1]
+    blocks = row_values // block_layout(kind).values
+    function(source.ctypes.data, out.ctypes.data, rows, blocks)
     return out
 
 
-def _addresses(*tables: NDArray[Any]) -> list[int]:
-    """Return address and rows of each table."""
-    return [number for table in tables for number in (table.ctypes.data, len(table))]
+def packer(kind: TensorType) -> Compiled:
+    """Return the compiled half of `pack` for a type in `PACKED`: `packing_moves.pack_function`."""
+    return _functions(kind)[0]
 
 
 def _check(name: str, array: Bytes, size: int) -> None:

@@ -66,15 +66,67 @@ def prefetch(_: Any, address: Any) -> Any:
     return types.void(types.int64), generate
 
 
-@instruction
-def call_address(_: Any, function: Any, arguments: Any) -> Any:
-    """Call a compiled function of int64 numbers by its address, with a tuple of them."""
+def _caller(llvm: ir.Type, result: Any) -> Callable[..., Any]:
+    """Return a function (address, numbers) that calls a function of int64 numbers."""
 
-    def generate(context: Any, builder: Any, _typed: Any, values: Sequence[Any]) -> Any:
-        number = ir.IntType(64)
-        kind = ir.FunctionType(ir.VoidType(), [number] * arguments.count)
-        words = [builder.extract_value(values[1], place) for place in range(arguments.count)]
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), words)
-        return context.get_dummy_value()
+    @instruction
+    def call(_: Any, function: Any, arguments: Any) -> Any:
+        def generate(context: Any, builder: Any, _typed: Any, values: Sequence[Any]) -> Any:
+            kind = ir.FunctionType(llvm, [ir.IntType(64)] * arguments.count)
+            words = [builder.extract_value(values[1], place) for place in range(arguments.count)]
+            found = builder.call(builder.inttoptr(values[0], kind.as_pointer()), words)
+            return context.get_dummy_value() if result is types.void else found
 
-    return types.void(types.int64, arguments), generate
+        return result(types.int64, arguments), generate
+
+    return call
+
+
+call_address = _caller(ir.VoidType(), types.void)  # a compiled function, with a tuple of numbers
+call_for_number = _caller(ir.IntType(64), types.int64)  # the same, of one that returns a number
+
+
+# -- words that several threads change -------------------------------------------------------------
+
+
+def _atomic(generate: Callable[[Any, Any, Any], Any], arguments: int) -> Callable[..., Any]:
+    """Return a function (address, numbers ...) -> int64 by what `generate` emits."""
+
+    def emit(_: Any, builder: Any, _typed: Any, values: Sequence[Any]) -> Any:
+        pointer = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        return generate(builder, pointer, values[1:])
+
+    if arguments == 1:
+
+        @instruction
+        def of_address(_: Any, address: Any) -> Any:
+            return types.int64(types.int64), emit
+
+        return of_address
+
+    @instruction
+    def with_number(_: Any, address: Any, number: Any) -> Any:
+        return types.int64(types.int64, types.int64), emit
+
+    return with_number
+
+
+def _store(builder: Any, pointer: Any, numbers: Any) -> Any:
+    builder.store_atomic(numbers[0], pointer, "seq_cst", 8)
+    return numbers[0]
+
+
+def _changing(operation: str) -> Callable[..., Any]:
+    """Return a function (address, number) that changes a word and returns what it was."""
+    return _atomic(
+        lambda builder, pointer, numbers: builder.atomic_rmw(
+            operation, pointer, numbers[0], "seq_cst"
+        ),
+        2,
+    )
+
+
+load_atomic = _atomic(lambda builder, pointer, _: builder.load_atomic(pointer, "seq_cst", 8), 1)
+store_atomic = _atomic(_store, 2)
+add_atomic = _changing("add")
+swap_atomic = _changing("xchg")

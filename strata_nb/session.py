@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from strata_nb.errors import ConfigError, OutOfDeviceMemory, StrataError
 from strata_nb.options import Sampling
-from strata_nb.sampling import Choice, RepeatGuard, StopStrings, sample, uniform
+from strata_nb.sampling import Choice, RepeatGuard, StopStrings, recent_tokens, sample, uniform
 from strata_nb.steps import Row, StepModel
 from strata_nb.tokenizer import Tokenizer
 
@@ -51,6 +51,8 @@ class Generation(Iterator[Token]):
     seed            of the random numbers, also where none was asked for; without effect on an
                     answer that is not `random`, at temperature 0
     generated       tokens so far
+    in_turn         why each token waits for the one before it to be known, "" where the device may
+                    begin with it earlier or never does
     first_token_s   seconds from the start of the generation to the first token
     decode_s        seconds from the first token to the latest
     """
@@ -80,6 +82,11 @@ class Generation(Iterator[Token]):
         self._session = session
         self.random = sampling.temperature > 0  # whether the seed makes a difference
         self._sampling = replace(sampling, seed=self.seed)
+        looks_back, self.in_turn = len(recent_tokens((0,), sampling)) > 0, ""
+        if looks_back and session._model.goes_ahead:
+            self.in_turn = "penalties look at each token before the next one is begun"
+        self._goes_ahead = session._model.goes_ahead and not looks_back
+        self._next: Choice | None = None  # of the next token, where it was said in advance
         self._left = max_tokens
         self._position = session.position
         self._stream = session.tokenizer.stream()
@@ -104,9 +111,11 @@ class Generation(Iterator[Token]):
                 f"which stands at {self._position}",
                 hint="start a new one: session.generate()",
             )
-        random = uniform(self.seed, 0, session.position)
-        token = session._choose(Choice(session._ids, self._sampling, random, self._banned))
-        session.append(token)
+        now = self._next or self._choice(self._position)
+        ahead = self._choice(self._position + 1) if self._can_go_ahead() else None
+        token = session._choose(now, ahead)
+        session._add(token)
+        self._next = ahead
         self._count()
         if token in self._ends:
             self.finish = "end"
@@ -125,6 +134,15 @@ class Generation(Iterator[Token]):
             self._make_room()
         return Token(token, self._last_text(text) if self.finish else text)
 
+    def _choice(self, position: int) -> Choice:
+        """Say how the token at a position is chosen."""
+        random = uniform(self.seed, 0, position)
+        return Choice(self._session._ids, self._sampling, random, self._banned)
+
+    def _can_go_ahead(self) -> bool:
+        """Return whether it is known how the token behind the next one is chosen, if one comes."""
+        return self._goes_ahead and self._left != 1 and self._position < self._session.ctx_size
+
     def _make_room(self) -> None:
         """Get memory for the token that was just chosen, or end: it is the last one then."""
         try:
@@ -139,12 +157,12 @@ class Generation(Iterator[Token]):
     def _count(self) -> None:
         now = time.perf_counter()
         self.generated += 1
-        self._position += 1
         if self.generated == 1:
             self.first_token_s = now - self._started
         self.decode_s = now - self._started - self.first_token_s
         if self._left is not None:
             self._left -= 1
+        self._position += 1  # last: where Ctrl-C comes before, this generation is refused
 
     def _last_text(self, text: str) -> str:
         """Return `text` and what was held back, for nothing comes after it."""
@@ -229,39 +247,49 @@ class Session:
             raise AssertionError("reading at least one token gives logits")
         return self._logits
 
-    def _choose(self, choice: Choice) -> int:
+    def _choose(self, choice: Choice, ahead: Choice | None = None) -> int:
         """Read what is not read yet, and return the token that is drawn to come next.
 
-        It is not added. Logits that were not at hand before are not kept.
+        It is not added. Logits that were not at hand before are not kept. `ahead` is the choice of
+        the token behind it, if the next call will probably be for that.
         """
-        self._begin_next()
-        batches = self._unread()
+        batches = self._unread(self._begin_next())
         if self._logits is not None and not batches:
             return sample(self._logits, *choice)
         *others, last = batches
         self._logits = None
         for rows in others:
             self._model.step(rows)
-        (token,) = self._model.choose(last, [choice])
+        (token,) = self._model.choose(last, [choice], () if ahead is None else [ahead])
         return token
 
-    def _begin_next(self) -> None:
-        """Make sure that the last token is unread, or the logits after it are at hand."""
+    def _begin_next(self) -> int:
+        """Make sure that the last token is unread, or the logits after it are at hand.
+
+        Returns how many tokens were read.
+        """
         if not self._ids:
             raise ConfigError(
                 "nothing to continue: the session holds no token",
                 hint="extend it with at least one token, such as the model's BOS",
             )
-        self._check_open()
+        length = self._check_open()
         self._check_decided()
-        if self._logits is None:  # after a rewind, an interrupt or a choice: it is read again
-            self._rewind_model(self.position - 1)
+        last = len(self._ids) - 1
+        if self._logits is None and length > last:  # after a rewind, an interrupt or a choice
+            self._model.rewind(self._sequence, last)  # it is read again
+            return last
+        return length
 
     def append(self, token: int) -> None:
         """Add one token without reading it: that happens when the next logits are asked for."""
+        self._description.check_ids([token])
+        self._add(token)
+
+    def _add(self, token: int) -> None:
+        """Add a token of the vocabulary."""
         self._check_open()
         self._check_decided()
-        self._description.check_ids([token])
         if self.position > self.ctx_size:
             raise ConfigError(
                 f"the context of {self.ctx_size} cells is full, and another token is not read yet",
@@ -362,8 +390,7 @@ class Session:
 
     def _read(self, progress: Progress | None) -> None:
         """Read what has not been read, in prompt batches."""
-        self._check_open()
-        batches = self._unread()
+        batches = self._unread(self._check_open())
         done, total = 0, sum(map(len, batches))
         for rows in batches:
             # An interrupt may come between the cells that a step adds and its logits.
@@ -375,9 +402,11 @@ class Session:
             if progress is not None:
                 progress(done, total)
 
-    def _unread(self) -> list[list[Row]]:
-        """Return the rows that are not read yet, in prompt batches; the last one wants logits."""
-        start, end = self._model.length(self._sequence), self.position
+    def _unread(self, start: int) -> list[list[Row]]:
+        """Return the rows from `start` on, in prompt batches; the last one wants logits."""
+        end = len(self._ids)
+        if end == start + 1:
+            return [[Row(self._sequence, self._ids[start], True)]]
         return [
             [
                 Row(self._sequence, self._ids[place], place == end - 1)
@@ -386,11 +415,11 @@ class Session:
             for at in range(start, end, self._prefill_rows)
         ]
 
-    def _check_open(self) -> None:
-        """Raise StrataError where this session, or its engine, is closed."""
+    def _check_open(self) -> int:
+        """Return how many tokens were read; StrataError where session or engine is closed."""
         if not self._finalizer.alive:
             raise StrataError("the session is closed", hint="open a new one: engine.open_session()")
-        self._model.length(self._sequence)
+        return self._model.length(self._sequence)
 
     def _check_decided(self) -> None:
         """Raise ConfigError while a draft is open."""

@@ -19,6 +19,7 @@ from threadpoolctl import ThreadpoolController
 from strata_nb.errors import ConfigError, StrataError
 from strata_nb.kernels.reference import Floats
 from strata_nb.models import ReferenceModel, ReferenceState
+from strata_nb.models.description import bytes_text
 from strata_nb.sampling import Choice, sample
 
 Result = TypeVar("Result")
@@ -39,18 +40,34 @@ class DeviceReport(NamedTuple):
     """Describe one device.
 
     name              for people
-    free_bytes        of its memory; None where that is the machine's, which others use too
+    free_bytes        of its memory, within the limit
+    total_bytes       of its memory: the limit, or all
+    device_bytes      all of its memory; these three are None where it is the machine's
+    reserve_bytes     that are to stay free for others
     slots, resident   expert slots, and how many hold an expert
     kv_cells          of K/V that there is memory for
-    bytes_by_owner    of the device's memory
+    bytes_by_owner    of the device's memory; what the driver, its modules and graphs and other
+                      programs have is "outside". With what is free they are all of it
     """
 
     name: str
     free_bytes: int | None
+    total_bytes: int | None
+    device_bytes: int | None
+    reserve_bytes: int
     slots: int
     resident: int
     kv_cells: int
     bytes_by_owner: dict[str, int]
+
+    @property
+    def limit_text(self) -> str:
+        """Say in words that the device counts as a smaller one; empty where it does not."""
+        if self.total_bytes is None or self.device_bytes is None:
+            return ""
+        if self.total_bytes == self.device_bytes:
+            return ""
+        return f"limited to {bytes_text(self.total_bytes)} of {bytes_text(self.device_bytes)}"
 
 
 class ModelReport(NamedTuple):
@@ -73,10 +90,14 @@ class StepModel(Protocol):
 
     max_rows   of one step
     warnings   for the user, one line each
+    goes_ahead whether it may read a token that it drew before anybody asks for that
     """
 
     @property
     def max_rows(self) -> int: ...
+
+    @property
+    def goes_ahead(self) -> bool: ...
 
     @property
     def warnings(self) -> Sequence[str]: ...
@@ -106,11 +127,17 @@ class StepModel(Protocol):
         After an error or an interrupt every sequence is as it was. Raises StrataError.
         """
 
-    def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
+    def choose(
+        self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice] = ()
+    ) -> list[int]:
         """Read rows and draw the next token for each of those that want logits, by its choice.
 
         That is `sampling.sample` of what `step` returns, wherever it is done. After an error or an
         interrupt every sequence is as it was; an error also where the logits cannot be used.
+
+        ahead   choices by which the next call will probably choose, these very objects, reading
+                what this one draws. A device may begin that at once; whatever is called next, it
+                makes no difference but in time
         """
 
     def report(self) -> ModelReport:
@@ -122,6 +149,8 @@ class StepModel(Protocol):
 
 class ReferenceSteps:
     """Run steps on the float32 judge, with numpy's own threads."""
+
+    goes_ahead = False
 
     def __init__(
         self,
@@ -170,7 +199,9 @@ class ReferenceSteps:
     def step(self, rows: Sequence[Row]) -> Floats:
         return self._step(rows, lambda logits: logits)
 
-    def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
+    def choose(
+        self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice] = ()
+    ) -> list[int]:
         return self._step(rows, lambda logits: draw(logits, how))
 
     def _step(self, rows: Sequence[Row], end: Callable[[Floats], Result]) -> Result:

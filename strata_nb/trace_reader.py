@@ -43,6 +43,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "event_query": ("event",),
     "event_record": ("event", "stream"),
     "event_wait": ("stream", "event"),
+    "event_elapsed_s": ("first", "second"),
     "copy_async": ("destination", "source", "size", "stream"),
     "fill_async": ("address", "value", "size", "stream"),
     "launch_host": ("stream",),
@@ -57,6 +58,7 @@ RETURNS = {
     "stream_create": int,
     "event_create": int,
     "event_query": bool,
+    "event_elapsed_s": float,
 }
 EVENTS: dict[str, tuple[str, ...]] = {
     "range": ("device", "owner", "address", "size", "chunk_bytes"),

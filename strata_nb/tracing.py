@@ -306,8 +306,8 @@ class RecordingDriver:
     def stream_synchronize(self, stream: int) -> None:
         self._call(self.driver.stream_synchronize, stream=stream)
 
-    def event_create(self, device: int) -> int:
-        return self._call(self.driver.event_create, device=device)
+    def event_create(self, device: int, timed: bool = False) -> int:
+        return self._call(self.driver.event_create, device=device, timed=timed)
 
     def event_destroy(self, event: int) -> None:
         self._call(self.driver.event_destroy, event=event)
@@ -323,6 +323,9 @@ class RecordingDriver:
 
     def event_synchronize(self, event: int) -> None:
         self._call(self.driver.event_synchronize, event=event)
+
+    def event_elapsed_s(self, start: int, end: int) -> float:
+        return self._call(self.driver.event_elapsed_s, first=start, second=end)
 
     def copy_async(self, destination: int, source: int, size: int, stream: int) -> None:
         self._call(

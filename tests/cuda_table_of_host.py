@@ -317,8 +317,9 @@ class HostTable:
         self.host.event_wait(stream, event)
 
     def _cuEventCreate(self, event: Any, flags: int) -> None:
-        assert flags == cuda.EVENT_DISABLE_TIMING
-        event[0] = self.host.event_create(self._current())
+        assert flags in (cuda.EVENT_DEFAULT, cuda.EVENT_DISABLE_TIMING)
+        timed = flags == cuda.EVENT_DEFAULT
+        event[0] = self.host.event_create(self._current(), timed)
 
     def _cuEventDestroy(self, event: int) -> None:
         self.host.event_destroy(event)
@@ -332,6 +333,13 @@ class HostTable:
 
     def _cuEventSynchronize(self, event: int) -> None:
         self.host.event_synchronize(event)
+
+    def _cuEventElapsedTime(self, milliseconds: Any, start: int, end: int) -> None:
+        try:
+            seconds = self.host.event_elapsed_s(start, end)
+        except DriverError as error:  # not timed, or not done yet
+            raise Broken(cuda.NOT_READY) from error
+        milliseconds[0] = 1000 * seconds
 
     # Work.
 

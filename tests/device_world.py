@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,10 @@ def load(
     ctx: int,
     rows: int,
     announce: Announce | None = None,
+    say: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> DeviceModel:
-    """Open a model on a backend, which stays the caller's; what the model says must be quiet."""
+    """Open a model on a backend, which stays the caller's."""
     with GGUFFile.open(path) as file:
         return DeviceModel(
             file,
@@ -54,7 +55,7 @@ def load(
             rows,
             backend,
             progress=None,
-            say=lambda line: None,
+            say=say,
             announce=announce,
         )
 

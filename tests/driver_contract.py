@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -365,6 +366,43 @@ class ExecutionContract:
             driver.event_synchronize(event)
             assert driver.event_query(event)
         driver.event_destroy(event)
+
+    def test_timed_events_say_how_long_work_took_between_them(self, case: DriverCase) -> None:
+        driver = case.driver
+        start, end = driver.event_create(0, timed=True), driver.event_create(0, timed=True)
+        with stream_on(driver) as stream:
+            driver.event_record(start, stream)
+            driver.launch_host(stream, lambda: time.sleep(0.02))
+            driver.event_record(end, stream)
+            driver.event_synchronize(end)
+            long = driver.event_elapsed_s(start, end)
+            driver.event_record(start, stream)
+            driver.event_record(end, stream)
+            driver.event_synchronize(end)
+        assert long >= 0.02
+        assert 0 <= driver.event_elapsed_s(start, end) < long
+        for event in (start, end):
+            driver.event_destroy(event)
+
+    def test_a_time_between_events_is_refused_unless_both_are_timed_and_done(
+        self, case: DriverCase
+    ) -> None:
+        driver = case.driver
+        start, end, plain = (driver.event_create(0, timed) for timed in (True, True, False))
+        with held_stream(driver) as (stream, finish):
+            with stream_on(driver) as free:
+                driver.event_record(start, free)
+                driver.event_record(plain, free)
+            driver.event_record(end, stream)
+            with pytest.raises(DriverError):
+                driver.event_elapsed_s(start, end)
+            finish()
+            driver.event_synchronize(end)
+        with pytest.raises(DriverError):
+            driver.event_elapsed_s(start, plain)
+        assert driver.event_elapsed_s(start, end) > 0
+        for event in (start, end, plain):
+            driver.event_destroy(event)
 
     def test_a_stream_that_waits_for_an_event_runs_after_it(self, case: DriverCase) -> None:
         driver = case.driver

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from gpu_launches import of_card
 from numpy.typing import NDArray
 
 from strata_nb.addresses import memory_view
 from strata_nb.card_backend import USUAL_SHARED_BYTES
 from strata_nb.driver import CudaDriver
+from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.cubins import Cubins
-from strata_nb.kernels.gpu.launches import CardLaunch, card_launches
-from strata_nb.kernels.program import Launch, launch
 
 GUARD = 256  # bytes before and behind each array
 PATTERN = 0xA5
@@ -76,34 +76,37 @@ class Card:
             for one in copies:
                 data = _translated(one.array, copies, block)
                 before[one.offset : one.offset + data.nbytes] = data.reshape(-1).view(np.uint8)
-            after = self._launch(
-                launch(kernel, words, variant=variant), most_rows, block, staging, before
-            )
+            one = of_card(kernel, words, variant, most_rows)
+            after = self._launch(one, most_rows, block, staging, before)
         finally:
             self.driver.free_host(staging)
             self.driver.free(block)
         _check_and_take(kernel, copies, before, after)
 
     def _launch(
-        self, one: Launch, most_rows: int, block: int, staging: int, before: NDArray[np.uint8]
+        self,
+        launches: Sequence[CardLaunch],
+        most_rows: int,
+        block: int,
+        staging: int,
+        before: NDArray[np.uint8],
     ) -> NDArray[np.uint8]:
         driver, size = self.driver, len(before)
         view = memory_view(staging, size)
         view[:] = before
         driver.copy_async(block, staging, size, self._stream)
-        found = card_launches((one,), most_rows)
-        assert found, f"{one.kernel} has nothing to run on a card"
-        for made in found:
-            function = self._function(made)
-            if made.shared_bytes > USUAL_SHARED_BYTES:
-                driver.set_dynamic_shared_bytes(function, made.shared_bytes)
+        for found in launches:
+            function = self._function(found)
+            if found.shared_bytes > USUAL_SHARED_BYTES:
+                driver.set_dynamic_shared_bytes(function, found.shared_bytes)
             driver.launch(
                 function,
-                made.grid(most_rows),
-                (made.kernel.threads, 1, 1),
-                made.shared_bytes,
+                found.grid(most_rows),
+                (found.kernel.threads, 1, 1),
+                found.shared_bytes,
                 self._stream,
-                made.packed,
+                found.packed,
+                overlaps=True,
             )
         driver.copy_async(staging, block, size, self._stream)
         driver.stream_synchronize(self._stream)

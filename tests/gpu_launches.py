@@ -13,13 +13,15 @@ import gpu_simulator
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.compile import ptx_code
-from strata_nb.kernels.gpu.launches import CardLaunch, card_launches
-from strata_nb.kernels.program import Launch, launch
+from strata_nb.kernels.gpu.launches import card_launches
+from strata_nb.kernels.gpu.routed import CARD_KERNELS
+from strata_nb.kernels.program import Launch, Program, launch
 from strata_nb.kernels.table import KERNELS
 
-# (kernel of the table, variant, values by name: arrays by address; which of them are written,
-# further arrays that addresses in tables point to: written, read)
+# (kernel of the table or of cards alone, variant, values by name: arrays by address; which of them
+# are written, further arrays that addresses in tables point to: written, read)
 Run = Callable[..., None]
 
 
@@ -51,31 +53,59 @@ def simulated(
         name: int(value.ctypes.data) if isinstance(value, np.ndarray) else value
         for name, value in values.items()
     }
+    found = of_card(kernel, words, variant, most_rows)
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-    memory = gpu_simulator.Memory(
+    _simulate(
+        found,
+        most_rows,
         [*(arrays[name] for name in written), *written_tables],
         [*(array for name, array in arrays.items() if name not in written), *tables],
     )
-    found = card_launches((launch(kernel, words, variant=variant),), most_rows)
-    assert found, f"{kernel} has nothing to run on a card"
-    for one in found:
-        simulate(one, most_rows, memory)
 
 
-def simulate(one: CardLaunch, most_rows: int, memory: gpu_simulator.Memory) -> None:
-    """Run what a card launches in the simulator."""
+def simulated_program(
+    program: Program, rows: int, written: Sequence[NDArray[Any]], read: Sequence[NDArray[Any]]
+) -> None:
+    """Run what a card launches for a program of so many rows; these arrays are all that it uses."""
+    _simulate(card_launches(program, rows), rows, written, read)
+
+
+def _simulate(
+    launches: Sequence[CardLaunch],
+    rows: int,
+    written: Sequence[NDArray[Any]],
+    read: Sequence[NDArray[Any]],
+) -> None:
+    memory = gpu_simulator.Memory(written, read)
+    for one in launches:
+        simulate(one, rows, memory)
+
+
+def simulate(one: CardLaunch, rows: int, memory: gpu_simulator.Memory) -> None:
+    """Run one launch of a card in the simulator."""
     passed = [
         float(np.uint32(word).view(np.float32)) if kind == "float" else word
         for word, kind in zip(one.arguments.values(), one.kinds, strict=True)
     ]
     gpu_simulator.run(
         one.kernel.function,
-        one.grid(most_rows),
+        one.grid(rows),
         one.kernel.threads,
         one.shared_bytes,
         passed,
         memory,
     )
+
+
+def of_card(
+    kernel: str, words: dict[str, int | float], variant: Any = None, rows: int = 8
+) -> Sequence[CardLaunch]:
+    """Return what a card launches for a kernel of the table, or for one that it has instead."""
+    if kernel in CARD_KERNELS:
+        described = CARD_KERNELS[kernel]
+        assert set(words) == set(described.arguments)
+        return [described.part({name: int(value) for name, value in words.items()}, variant)]
+    return card_launches((launch(kernel, words, variant=variant),), rows)
 
 
 def shaped(kernel: str, variant: Any = None, **values: int | float) -> Launch:
@@ -85,11 +115,19 @@ def shaped(kernel: str, variant: Any = None, **values: int | float) -> Launch:
     return launch(kernel, {**words, **values}, variant=variant)
 
 
-def check_code(kernel: str, variant: Any = None, **values: int | float) -> None:
+def shaped_for_card(
+    kernel: str, variant: Any = None, *, rows: int = 8, **values: int
+) -> Sequence[CardLaunch]:
+    """Return `shaped` as a card has it, also of a kernel that cards alone have."""
+    if kernel in CARD_KERNELS:
+        words = dict.fromkeys(CARD_KERNELS[kernel].arguments, 0) | values
+        return of_card(kernel, words, variant)
+    return card_launches((shaped(kernel, variant, **values),), rows)
+
+
+def check_code(kernel: str, variant: Any = None, **values: int) -> None:
     """Compile a kernel as far as PTX, which must not use double precision."""
-    one = shaped(kernel, variant, **values)
-    found = card_launches((one,), 1)
-    assert found, f"{kernel} has nothing to run on a card"
-    for made in found:
-        code = ptx_code(made.kernel, made.kinds)
-        assert ".f64" not in code, f"{made.kernel.name} computes in double precision"
+    for rows in (1, 8):
+        for found in shaped_for_card(kernel, variant, rows=rows, **values):
+            code = ptx_code(found.kernel, found.kinds)
+            assert ".f64" not in code, f"{found.kernel.name} computes in double precision"

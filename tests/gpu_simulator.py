@@ -240,6 +240,12 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "dp4a": lambda a, b, c: _signed(
         c + sum(x * y for x, y in zip(_bytes_of(a), _bytes_of(b), strict=True)), 32
     ),
+    "dp4a_u8": lambda a, b, c: _signed(
+        c + sum((x & 255) * y for x, y in zip(_bytes_of(a), _bytes_of(b), strict=True)), 32
+    ),
+    "even_bytes": lambda a, b: _signed(
+        a & 255 | (a >> 16 & 255) << 8 | (b & 255) << 16 | (b >> 16 & 255) << 24, 32
+    ),
     "levels_of": _levels_of,
     "bits_of_f32": lambda x: int(np.float32(x).view(np.int32)),
     "f32_of_bits": lambda bits: np.array(bits, np.int32).view(np.float32)[()],
@@ -274,8 +280,8 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
     }
     if name in places:
         return places[name]
-    if name == "await_previous":
-        return lambda: None  # launches follow each other here
+    if name in ("await_previous", "hold"):
+        return lambda *_: None  # launches follow each other here
     if name == "prefetch":
 
         def prefetch(address: int, size: int) -> None:

@@ -18,6 +18,7 @@ CONTEXT = 128  # cells of the models whose programs are looked through
 
 # Where the table allows "none".
 MAY_BE_ZERO = {
+    ("embed", "drawn"),
     ("rms_norm", "index"),
     ("rms_norm", "out"),
     ("rms_norm", "packed"),
@@ -35,6 +36,7 @@ Sizes = Callable[[dict[str, int], int, Any], dict[str, int]]
 EXTENTS: dict[str, Sizes] = {
     "embed": lambda a, rows, kind: {
         "tokens": 8 * rows,
+        "drawn": 8,
         "weight": tensor_bytes(kind, (a["vocabulary"], a["width"])),
         "x": 4 * rows * a["width"],
     },

@@ -24,6 +24,7 @@ from strata_nb.kernels.program import Launch, Program
 from strata_nb.kernels.reference import Floats, Integers, RopeStyle, dequantise_kv
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, unpack
+from strata_nb.shared_tables import SharedTable
 
 
 class NumpyBackend:
@@ -48,8 +49,8 @@ class NumpyBackend:
     def prepare(self, programs: Sequence[Program]) -> Any:
         return list(programs)
 
-    def share(self, table: NDArray[Any], *, is_written: bool = False) -> int:
-        return int(table.ctypes.data)
+    def share(self, table: SharedTable, *, is_written: bool = False) -> int:
+        return int(table.array.ctypes.data)
 
     def send(self, address: int, array: NDArray[Any]) -> None:
         memory_view(address, array.nbytes)[:] = array.reshape(-1).view(np.uint8)
@@ -58,6 +59,9 @@ class NumpyBackend:
         array.reshape(-1).view(np.uint8)[:] = memory_view(address, array.nbytes)
 
     def wait(self) -> None:
+        pass
+
+    def flights(self, sent_bytes: int, fetched_bytes: int) -> None:
         pass
 
     def run(self, program: Any, rows: int, first: int = 0, last: int | None = None) -> None:
@@ -147,6 +151,7 @@ class _Arguments:
 def _embed(a: _Arguments) -> None:
     raw = a.raw_weight(a["weight"], a.variant, a["vocabulary"], a["width"])
     tokens = a.integers("tokens", a.rows)
+    assert tokens.min() >= 0
     a.floats("x", a.rows, a["width"])[:] = a.function(a.variant, raw, tokens, a["width"])
 
 

@@ -19,7 +19,7 @@ from strata_nb.errors import ConfigError
 from strata_nb.options import Options, Sampling
 
 # Without which a command is none.
-NEEDED = {"bench": ["policy", "routes.npy"]}
+NEEDED = {"bench policy": ["routes.npy"]}
 
 
 def parsed(command: str, *words: str) -> Arguments:

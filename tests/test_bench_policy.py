@@ -58,13 +58,6 @@ def test_every_policy_has_a_line_for_every_budget(run: Console, routes: str) -> 
     assert re.search(r"insert against the better of static and lru: [+-][\d.]+ points", out)
 
 
-def test_help_is_there_before_and_behind_the_name_of_what_is_measured(run: Console) -> None:
-    status, out, _ = run("bench", "policy", "--help")
-    assert status == 0
-    assert "--budgets" in out
-    assert run("bench", "--help")[1] == out
-
-
 def test_with_the_size_of_an_expert_what_is_moved_is_said_in_bytes(
     run: Console, routes: str
 ) -> None:
@@ -113,8 +106,7 @@ def test_swaps_can_be_changed(run: Console, routes: str) -> None:
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
-        ([], "do not fit `strata_nb bench`"),
-        (["policy"], "do not fit `strata_nb bench`"),
+        (["policy"], "do not fit `strata_nb bench policy`"),
         (["speed", "ROUTES"], "do not fit `strata_nb bench`"),
         (["policy", "--budgets=10,x", "ROUTES"], "--budgets 10,x"),
         (["policy", "--budgets=101", "ROUTES"], "--budgets 101"),

@@ -21,10 +21,12 @@ from strata_nb import Sampling, card_backend, cuda_table
 from strata_nb.card_backend import CardBackend, CardProgram
 from strata_nb.device_model import DeviceModel
 from strata_nb.errors import DeviceLost, DriverError, StrataError
-from strata_nb.formats import TensorType
-from strata_nb.kernels.program import Launch, launch
+from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
+from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES
+from strata_nb.kernels.program import launch
 from strata_nb.kernels.reference import Floats
 from strata_nb.sampling import Choice, uniform
+from strata_nb.shared_tables import SharedTable
 from strata_nb.steps import Row
 
 GIB = 1 << 30
@@ -57,14 +59,20 @@ def model(tiny: Path) -> Iterator[DeviceModel]:
 @contextmanager
 def heads_alone(model: DeviceModel) -> Iterator[None]:
     """Leave the bodies out, which take long: heads read what the step before left."""
-    run = model._backend.run
+    run, steps = model._backend.run, model._steps
+    windows = steps.windows
+    assert windows is not None
 
     def run_heads(program: Any, *given: Any) -> None:
-        if program is not model._body:
+        if program is windows._program:
+            model._backend.run(steps.heads._head, *given)
+            model._backend.run(steps.heads._choice, *given)
+        elif program is not steps._body:
             run(program, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model._backend, "run", run_heads)
+        patch.setattr(windows._flights, "_run", run_heads)
         yield
 
 
@@ -87,7 +95,7 @@ def test_a_model_on_a_card_gives_the_hosts_logits_and_draws_from_them(
         Choice(ids, few, uniform(1, 0, 2), {int(on_host[2].argmax())}),
     ]
     tokens = model.choose([Row(sequence, token, True) for token in ids], choices)
-    assert fetched == [model._programs.drawn]
+    assert fetched == []  # one window, whose tokens come by themselves
     assert model.length(sequence) == 3
     model.rewind(sequence, 0)
     with heads_alone(model):
@@ -115,7 +123,7 @@ def test_logits_that_the_card_cannot_use_are_reported_as_the_host_reports_them(
 
         def damaged(program: Any, *given: Any) -> None:
             run(program, *given)
-            if program is model._heads._head:
+            if program is model._steps.heads._head:
                 bad = np.full(model.description.vocab_size, np.nan, np.float32)
                 model._backend.send(model._programs.logits, bad)
 
@@ -135,14 +143,19 @@ class Adding:
     """A program that adds `x` to `y`, which it writes, on a card."""
 
     def __init__(self, backend: CardBackend) -> None:
-        self.x, self.y = np.ones(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
-        self._kept = np.ones(1, np.int64), np.full(1, np.inf, np.float32)  # one row, a gate of 1
+        self.x = SharedTable(np.ones(WIDTH, np.float32))
+        self.y = SharedTable(np.zeros(WIDTH, np.float32))
+        one_row, open_gate = np.ones(1, np.int64), np.full(1, np.inf, np.float32)
+        self._kept = SharedTable(one_row), SharedTable(open_gate)
         self.backend = backend
         rows, gate = (backend.share(one) for one in self._kept)
-        words = {"rows": rows, "gate": gate, "x": backend.share(self.x), "width": WIDTH}
-        words["y"] = backend.share(self.y, is_written=True)
+        self.x_address = backend.share(self.x)
+        self.y_address = backend.share(self.y, is_written=True)
+        words = {"rows": rows, "gate": gate, "x": self.x_address, "y": self.y_address}
+        words["width"] = WIDTH
+        self.launches = (launch("gated_add", words),)
         self.program: CardProgram
-        (self.program,) = backend.prepare([[launch("gated_add", words)]])
+        (self.program,) = backend.prepare([self.launches])
 
     def run(self) -> None:
         self.backend.run(self.program, 1)
@@ -156,7 +169,7 @@ def test_a_run_sees_what_the_host_wrote_though_nobody_waited() -> None:
         adding.x[:] = 10
         adding.run()
         backend.wait()
-        assert adding.y.tolist() == [11] * WIDTH
+        assert adding.y.array.tolist() == [11] * WIDTH
 
 
 def test_what_programs_wrote_is_there_after_a_wait_and_can_be_changed() -> None:
@@ -164,11 +177,11 @@ def test_what_programs_wrote_is_there_after_a_wait_and_can_be_changed() -> None:
         adding = Adding(backend)
         adding.run()
         backend.wait()
-        assert adding.y.tolist() == [1] * WIDTH
+        assert adding.y.array.tolist() == [1] * WIDTH
         adding.y[:] = 5
         adding.run()
         backend.wait()
-        assert adding.y.tolist() == [6] * WIDTH
+        assert adding.y.array.tolist() == [6] * WIDTH
 
 
 def test_a_wait_leaves_tables_alone_that_no_run_has_written() -> None:
@@ -176,12 +189,12 @@ def test_a_wait_leaves_tables_alone_that_no_run_has_written() -> None:
         adding = Adding(backend)
         adding.y[:] = 5
         backend.wait()
-        assert adding.y.tolist() == [5] * WIDTH
+        assert adding.y.array.tolist() == [5] * WIDTH
         adding.run()
         backend.wait()
         adding.y[:] = 7
         backend.wait()
-        assert adding.y.tolist() == [7] * WIDTH
+        assert adding.y.array.tolist() == [7] * WIDTH
 
 
 def test_tables_that_the_host_left_alone_are_not_sent_again() -> None:
@@ -204,7 +217,7 @@ def test_arrays_larger_than_the_staging_arrive_whole(monkeypatch: pytest.MonkeyP
     random = np.random.default_rng(0)
     with simulated_card() as backend:
         sent = [random.integers(0, 256, size, np.uint8) for size in (10_000, 0, 300, 900, 1024, 1)]
-        places = [backend.share(np.zeros_like(one)) for one in sent]
+        places = [backend.share(SharedTable(np.zeros_like(one))) for one in sent]
         found: list[NDArray[Any]] = [np.zeros_like(one) for one in sent]
         for _ in range(3):
             for place, one, back in zip(places, sent, found, strict=True):
@@ -215,6 +228,72 @@ def test_arrays_larger_than_the_staging_arrive_whole(monkeypatch: pytest.MonkeyP
         for place, one, back in zip(places, sent, found, strict=True):
             backend.fetch(place, back)
             assert np.array_equal(back, one - 1)
+
+
+def test_reading_the_cards_memory_is_timed_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(card_backend, "PLAIN_READ_BYTES", 2 * (STRETCH_BYTES + SUMS_BYTES))
+    monkeypatch.setattr(card_backend, "PLAIN_READ_LEAST", STRETCH_BYTES)
+    monkeypatch.setattr(card_backend, "PLAIN_READ_LEAVES", GIB // 8)
+    monkeypatch.setattr(card_backend, "PLAIN_READ_PASSES", 2)
+    with simulated_card(budget_bytes=GIB) as backend:
+        backend.driver.mem_info(0)
+        before = backend.driver.live()  # type: ignore[attr-defined]
+        found = backend.plain_read()
+        assert found.size_bytes == 2 * STRETCH_BYTES
+        assert len(found.seconds) == 2
+        assert min(found.seconds) > 0
+        assert found.bytes_per_s == found.size_bytes / min(found.seconds)
+        assert {**backend.driver.live(), "modules": 0} == {**before, "modules": 0}  # type: ignore[attr-defined]
+
+
+def test_a_card_with_too_little_free_memory_is_not_measured() -> None:
+    with simulated_card() as backend, pytest.raises(StrataError, match=r"bytes of cuda are free"):
+        backend.plain_read()
+
+
+def test_a_profile_runs_parts_behind_whole_windows_and_leaves_counts_and_driver_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(card_backend, "REPLAYS", 2)
+    with failing_card() as (open_card, table), closing(open_card()) as backend:
+        adding = Adding(backend)
+        adding.run()
+        backend.wait()
+        before = backend.driver.live()  # type: ignore[attr-defined]
+        adding.x[:] = 3  # which the card has not seen yet
+        launched = table.calls["cuGraphLaunch"]
+        found = backend.profile([adding.launches, adding.launches], 1, 0)
+        # Of two launches that are no layer: behind 1, of 2 and 3, and the whole, each time twice.
+        assert table.calls["cuGraphLaunch"] - launched == 2 * 2 * 4
+        (line,) = found.lines
+        assert (line.kind.kernel, line.count, line.measured) == ("gated_add", 2, 2)
+        assert found.whole_s > 0
+        assert backend.driver.live() == before  # type: ignore[attr-defined]
+        assert adding.y.array.tolist() == [1] * WIDTH
+        adding.run()
+        backend.wait()
+        assert adding.y.array.tolist() == [4] * WIDTH
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["cuGraphInstantiateWithFlags", "cuGraphLaunch", "cuEventRecord", "cuEventElapsedTime"],
+)
+def test_a_profile_that_fails_leaves_counts_and_driver_as_they_were(function: str) -> None:
+    with failing_card() as (open_card, table), closing(open_card()) as backend:
+        adding = Adding(backend)
+        adding.run()
+        backend.wait()
+        before = backend.driver.live()  # type: ignore[attr-defined]
+        table.plan(function, 2)
+        with pytest.raises(DriverError, match=function):
+            backend.profile([adding.launches], 1, 0)
+        assert backend.driver.live() == before  # type: ignore[attr-defined]
+        adding.run()
+        backend.wait()
+        assert adding.y.array.tolist() == [2] * WIDTH
 
 
 class Invalidated(FailingTable):
@@ -305,9 +384,15 @@ def test_a_backend_can_be_closed_twice_and_not_by_a_fork(monkeypatch: pytest.Mon
         assert table.calls.total() == calls
 
 
-def test_a_kernel_keeps_the_most_shared_memory_that_a_launch_of_it_needs() -> None:
-    def down(top_k: int) -> Launch:
-        return shaped("expert_down", TensorType.F32, top_k=top_k, values=8, outputs=8)
+def test_a_kernel_keeps_the_most_shared_memory_that_a_launch_of_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = card_launch(shaped("gated_add", width=8)).kernel
+    kernel = kernel._replace(shared_bytes=lambda given: given["width"])
 
+    def taking(size: int) -> CardLaunch:
+        return card_launch(shaped("gated_add", width=size))._replace(kernel=kernel)
+
+    monkeypatch.setattr(card_backend, "card_launches", lambda program, _: program)
     with simulated_card() as backend:
-        backend.prepare([[down(8), down(5000), down(3000)], [down(4000)]])
+        backend.prepare([[taking(8), taking(100_000), taking(60_000)], [taking(80_000)]])

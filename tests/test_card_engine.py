@@ -13,7 +13,7 @@ from device_world import SHAPE, load, random_tokens, read, read_in, same_bits
 from gpu_card import Card
 from make_model import make_model
 
-from strata_nb import Engine, Options, Sampling, device_model
+from strata_nb import Engine, Options, Sampling, device_model, story_model
 from strata_nb.backend import open_backend
 from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
@@ -155,6 +155,22 @@ def test_growth_and_give_back_change_no_token() -> None:
         assert written(engine, at=(50, 120)) == expected
 
 
+def test_what_a_limited_card_uses_stays_within_the_limit_when_it_runs() -> None:
+    """The story model, with memory for half of its experts and nothing kept for others."""
+    options = {"ctx": 512, "kv_grow_init": 64, "kv_grow_step": 64, "vram_reserve_mib": 0}
+    path = story_model.model_path()
+    with on_card(path, **options) as model:
+        plan, slots = model.ledger.plan, model.report().devices[0].slots
+        expected = read_in(model, IDS, 8)
+    chunks = plan.start.kv + plan.start.experts // 2
+    limit = plan.in_use_bytes + plan.needs.beside_bytes + chunks * plan.chunk_bytes
+    with on_card(path, vram_limit=limit, **options) as model:
+        assert 0 < model.report().devices[0].slots < slots
+        assert same_bits(read_in(model, IDS, 8), expected)
+        free, total = model._backend.driver.mem_info(0)
+        assert total - free <= limit
+
+
 def test_twenty_starts_and_stops_leave_the_memory_of_the_card_where_it_was(
     model_file: Path,
 ) -> None:
@@ -195,8 +211,8 @@ def test_no_kernel_writes_between_the_buffers_of_a_step(
     # The record is sent as one run of memory, guards and all.
     pattern = np.full(GUARD_BYTES, PATTERN, np.uint8)
     with on_card(model_file) as model:
-        backend, buffers = model._backend, seen[-1]
-        sent = range(model._record.address, model._record.address + model._record.words.nbytes)
+        backend, buffers, record = model._backend, seen[-1], model._steps.record
+        sent = range(record.address, record.address + len(record.memory))
         guards = [address for address in buffers.guards if address not in sent]
         assert len(guards) > 20
         for address in guards:
@@ -207,3 +223,28 @@ def test_no_kernel_writes_between_the_buffers_of_a_step(
             found = np.empty(GUARD_BYTES, np.uint8)
             backend.fetch(address, found)
             assert np.array_equal(found, pattern), f"{address - buffers.guards[0]:,}"
+
+
+def test_a_profile_finds_every_launch_and_changes_no_bit(model_file: Path, exact: Floats) -> None:
+    with on_card(model_file) as model:
+        sequence = model.open_sequence()
+        for token in IDS[:20]:
+            model.step([Row(sequence, token, True)])
+        before = model.report()
+        found = model.profile(20)
+        after = model.report()
+        assert (after.hits, after.misses) == (before.hits, before.misses)
+        assert {line.count for line in found.lines} >= {1, SHAPE.layers}
+        assert 0 < found.sum_s < 2 * found.whole_s
+        assert found.read_bytes > 0.9 * model.step_bytes(20)
+        logits = [model.step([Row(sequence, token, True)])[0] for token in IDS[20:]]
+    assert same_bits(np.stack(logits), exact[20:])
+
+
+def test_a_cards_memory_is_read_faster_than_a_disk_and_all_of_it_is_given_back() -> None:
+    with closing(open_backend("cuda", 1)) as backend:
+        backend.plain_read()  # loads the kernel, which stays
+        free_bytes = backend.driver.mem_info(0)[0]
+        found = backend.plain_read()
+        assert found.bytes_per_s > 50e9
+        assert backend.driver.mem_info(0)[0] == free_bytes

@@ -22,7 +22,7 @@ from strata_nb.card_backend import CardBackend
 from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
 from strata_nb.errors import DeviceLost, DriverError, UnsupportedDevice
-from strata_nb.kernels.gpu import linear
+from strata_nb.kernels.gpu import operations
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.sampling import Choice
 from strata_nb.steps import Row
@@ -146,7 +146,7 @@ def test_tables_are_sent_again_after_a_step_that_failed(
         read(model, model.open_sequence(), [1])
         backend = model._backend
         assert isinstance(backend, CardBackend)
-        (shared,) = [one for one in backend._shared if one.table is model.kv.table]
+        (shared,) = [one for one in backend._shared if one.table is model.kv.blocks]
         on_it = np.empty_like(model.kv.table)
         backend.fetch(shared.address, on_it)
         assert np.array_equal(on_it, model.kv.table)
@@ -233,7 +233,7 @@ def test_a_fork_closes_nothing_of_its_parents(machine: Machine, tiny: Path) -> N
 def test_a_shape_that_no_grid_has_is_refused_before_anything_is_loaded(
     machine: Machine, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "MOST_BLOCKS", 32)  # the head has 258 outputs
+    monkeypatch.setattr(operations, "MOST_BLOCKS", 32)  # the head has 258 outputs
     with closing(machine.open()) as backend:
         before = machine.table.calls["cuMemAlloc"]
         with pytest.raises(UnsupportedDevice, match="258 outputs: on a card it has 256 at most"):

@@ -308,9 +308,10 @@ def test_figures_count_time_to_the_first_token_and_the_rate_of_the_others() -> N
 
 @pytest.mark.parametrize("command", USAGE)
 def test_every_command_explains_itself(run: Console, command: str) -> None:
-    assert run(command, "--help")[:2] == (0, USAGE[command])
-    assert run(command, "-h")[:2] == (0, USAGE[command])
-    assert run("help", command)[:2] == (0, USAGE[command])
+    words = command.split()
+    assert run(*words, "--help")[:2] == (0, USAGE[command])
+    assert run(*words, "-h")[:2] == (0, USAGE[command])
+    assert run("help", *words)[:2] == (0, USAGE[command])
 
 
 def test_help_and_version_load_neither_numpy_nor_jinja() -> None:

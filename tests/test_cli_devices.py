@@ -55,7 +55,8 @@ def test_a_small_device_says_what_fits_and_writes_what_the_host_writes(
     status, out, err = run(*flags, "--device", "host:1x8MiB", "--expert-cache", "50%")
     assert (status, out) == (0, host)
     slots = SHAPE.layers * SHAPE.experts // 2
-    assert f"{slots} slots for {2 * slots} experts" in err
+    assert f"slots for {slots} of {2 * slots} experts (50%, " in err
+    assert f"; off: slots for {slots} experts (--expert-cache 50%)\n" in err
     assert "of 128 cells" in err
     assert re.search(
         rf"% hits with {slots} experts in {slots} slots, \d+ inserted, [\d.]+ MiB", err

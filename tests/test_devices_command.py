@@ -16,7 +16,7 @@ from strata_nb.errors import ConfigError, UnsupportedDevice
 
 @pytest.fixture
 def host() -> Iterator[HostTable]:
-    made = HostTable(devices=2)
+    made = HostTable(devices=2, budget_bytes=1024 << 20)
     yield made
     assert made.live() == {}
     made.close()
@@ -24,8 +24,8 @@ def host() -> Iterator[HostTable]:
 
 def test_every_card_says_its_memory_capability_and_driver(host: HostTable) -> None:
     assert cards(partial(CudaDriver, host)) == [
-        f"cuda:{card}     NVIDIA Pretend {card}, 64.0 MiB of 64.0 MiB free, "
-        "compute capability 9.0, driver for CUDA 13.0"
+        f"cuda:{card}     NVIDIA Pretend {card}, 1.00 GiB of 1.00 GiB free, of which 68.0 MiB for "
+        "weights, K/V and expert slots, compute capability 9.0, driver for CUDA 13.0"
         for card in (0, 1)
     ]
 

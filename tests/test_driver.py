@@ -226,7 +226,9 @@ class Things:
         self.owned = ctypes.create_string_buffer(3 * PAGE_BYTES)  # somebody else's memory
         self.page = -(-ctypes.addressof(self.owned) // PAGE_BYTES) * PAGE_BYTES
         driver.register_host(self.page, PAGE_BYTES)
-        self.stream, self.event = driver.stream_create(0), driver.event_create(0)
+        self.stream, self.event = driver.stream_create(0), driver.event_create(0, timed=True)
+        driver.event_record(self.event, self.stream)
+        driver.event_synchronize(self.event)
         self.module = driver.load_module(0, ADD_PTX)
         self.kernel = driver.function(self.module, "add")
         driver.capture_begin(self.stream)
@@ -273,6 +275,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[Things], object]]] = {
     "event_wait": ("cuStreamWaitEvent", lambda t: t.driver.event_wait(t.stream, t.event)),
     "event_query": ("cuEventQuery", lambda t: t.driver.event_query(t.event)),
     "event_synchronize": ("cuEventSynchronize", lambda t: t.driver.event_synchronize(t.event)),
+    "event_elapsed_s": ("cuEventElapsedTime", lambda t: t.driver.event_elapsed_s(t.event, t.event)),
     "copy_async": (
         "cuMemcpyAsync",
         lambda t: t.driver.copy_async(t.block, t.host_block, 64, t.stream),
@@ -416,6 +419,8 @@ def test_a_driver_that_is_closed_refuses_everything(world: CudaWorld) -> None:
         lambda t: t.driver.stream_destroy(12345),
         lambda t: t.driver.event_record(12345, t.stream),
         lambda t: t.driver.event_record(t.event, 12345),
+        lambda t: t.driver.event_elapsed_s(t.event, 12345),
+        lambda t: t.driver.event_elapsed_s(12345, t.event),
         lambda t: t.driver.function(12345, "add"),
         lambda t: t.driver.function_facts(12345),
         lambda t: t.driver.graph_launch(12345, t.stream),

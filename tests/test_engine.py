@@ -35,7 +35,7 @@ def engine(model: str, request: pytest.FixtureRequest) -> Iterator[Engine]:
 class Script:
     """A model whose next token is scripted: after n tokens the best one is script[n]."""
 
-    max_rows, warnings = 512, ()
+    max_rows, warnings, goes_ahead = 512, (), False
 
     def __init__(self, script: Sequence[int], vocab: int) -> None:
         self.script, self.vocab = script, vocab
@@ -66,7 +66,9 @@ class Script:
         logits[:, self.script[min(self.read, len(self.script) - 1)]] = 10
         return logits
 
-    def choose(self, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
+    def choose(
+        self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice] = ()
+    ) -> list[int]:
         return draw(self.step(rows), how)
 
 
@@ -391,8 +393,8 @@ def test_an_interrupt_between_cells_and_a_token_changes_no_answer(
     expected = [t.id for t in engine.generate(ids, max_tokens=6, sampling=Sampling(seed=5))]
     choose = model.choose
 
-    def interrupted(rows: Sequence[Row], how: Sequence[Choice]) -> Any:
-        choose(rows, how)
+    def interrupted(rows: Sequence[Row], *how: Sequence[Choice]) -> Any:
+        choose(rows, *how)
         raise KeyboardInterrupt
 
     session = engine.open_session()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -9,10 +11,12 @@ import pytest
 from cache_world import BLOBS, EXPERTS, World, ledger_of, overwrite, owner_of
 from driver_contract import held_stream
 
+from strata_nb.addresses import memory_view
 from strata_nb.cache.experts import ExpertArena, HostArena, Tier
 from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout, slot_budget
 from strata_nb.errors import ConfigError, DriverError, RuleViolation
 from strata_nb.options import expert_cache_size
+from strata_nb.shared_tables import SharedTable
 
 ALL = list(np.ndindex(len(BLOBS), EXPERTS))
 
@@ -196,7 +200,70 @@ def test_a_fill_that_fails_leaves_every_expert_in_place(
     assert arena.fill(ALL) == 7
 
 
-class InterruptedTable(np.ndarray):
+def blobs_up_to(world: World, expert: tuple[int, int]) -> tuple[int, int]:
+    """Return address and bytes of the beginning of the host arena, up to this expert's end."""
+    end = int(world.host.offsets[expert]) + BLOBS[expert[0]]
+    return world.host.address, end
+
+
+def test_experts_come_as_their_blobs_do_and_are_named_when_all_are_there(world: World) -> None:
+    arena = arena_of(world)
+    order = [(2, 1), (0, 3), (0, 0), (1, 2), (1, 0)]
+    assert world.host.offsets[0, 3] < world.host.offsets[1, 0] < world.host.offsets[2, 1]
+    filling = arena.begin_fill(order)
+    blob = memory_view(world.host.address + int(world.host.offsets[2, 1]), BLOBS[2])
+    wanted = blob.copy()
+    blob[:] = 0xFF  # not there yet
+    filling.copy(*blobs_up_to(world, (1, 3)))
+    world.driver.stream_synchronize(world.stream)
+    assert (arena.expert_tier == Tier.IN_PLACE).all()
+    blob[:] = wanted
+    filling.copy(*blobs_up_to(world, (2, EXPERTS - 1)))
+    assert filling.finish() == 5
+    assert arena.resident == 5
+    world.check()  # the bytes too
+    slots = np.argsort([arena.expert_address[expert] for expert in order[1:3]])
+    assert slots.tolist() == [0, 1]  # of one size: the first of the order has the lower slot
+
+
+@pytest.mark.parametrize("nth", [1, 3, 5])
+def test_a_filling_that_fails_half_way_leaves_every_expert_in_place(world: World, nth: int) -> None:
+    arena = arena_of(world)
+    filling = arena.begin_fill(ALL[::2])
+    world.driver.faults.plan("copy_async", nth)
+    parts = [blobs_up_to(world, (layer, EXPERTS - 1)) for layer in range(len(BLOBS))]
+    with pytest.raises(DriverError, match="on request"):
+        deque(itertools.starmap(filling.copy, parts))
+    assert arena.resident == 0
+    world.check()
+    assert arena.fill(ALL) == 7
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_filling_whose_slots_are_lost_is_refused(world: World, copied: bool) -> None:
+    arena = arena_of(world)
+    filling = arena.begin_fill(ALL)
+    if copied:
+        filling.copy(world.host.address, world.host.size_bytes)
+    arena.resize(0)
+    last = filling.finish if copied else lambda: filling.copy(0, 1 << 62)
+    with pytest.raises(RuleViolation, match="rule 7"):
+        last()
+    arena.resize(arena.layout.bytes_of(7))
+    assert arena.resident == 0
+
+
+def test_a_filling_writes_to_no_slot_that_another_expert_got(world: World) -> None:
+    arena = arena_of(world)
+    filling = arena.begin_fill([(0, 0)])
+    arena.fill([(0, 1)])
+    with pytest.raises(RuleViolation, match="rule 7"):
+        filling.copy(world.host.address, world.host.size_bytes)
+    assert arena.resident == 1
+    world.check()
+
+
+class InterruptedTable(SharedTable):
     """A table whose n-th write is interrupted, as by Ctrl-C."""
 
     left = 0
@@ -213,16 +280,28 @@ def test_a_filling_that_is_interrupted_while_it_names_experts_names_none(
     world: World, nth: int
 ) -> None:
     arena = arena_of(world)
-    table = arena.expert_address
-    arena.expert_address = table.view(InterruptedTable)
-    arena.expert_address.left = nth
+    table = arena.addresses
+    arena.addresses = InterruptedTable(table.receive())
+    arena.addresses.left = nth
     with pytest.raises(KeyboardInterrupt):
         arena.fill([(0, 1), (1, 1), (2, 2)])
-    arena.expert_address = table
+    arena.addresses = table
     assert arena.resident == 0
     world.check()
     assert arena.fill(ALL) == 7
     world.check()
+
+
+def test_an_arena_is_complete_when_every_expert_has_a_slot(world: World) -> None:
+    arena = arena_of(world)
+    assert not arena.is_complete
+    arena.fill(ALL)
+    assert not arena.is_complete  # there are fewer slots than experts
+    true = arena.expert_tier.copy()
+    arena.tiers[:] = Tier.SLOT
+    assert arena.is_complete
+    arena.tiers[:] = true
+    assert not arena.is_complete
 
 
 def test_without_slots_everything_is_read_in_place() -> None:
@@ -247,19 +326,19 @@ def test_blobs_that_are_not_aligned_are_refused(world: World) -> None:
 
 
 def name_another_slot(arena: ExpertArena) -> None:
-    arena.expert_address[2, 0] += 256
+    arena.addresses[2, 0] = arena.expert_address[2, 0] + 256
 
 
 def name_another_place_of_the_host(arena: ExpertArena) -> None:
-    arena.expert_address[2, 3] = arena.expert_address[2, 2]
+    arena.addresses[2, 3] = arena.expert_address[2, 2]
 
 
 def set_a_tier_that_is_not_true(arena: ExpertArena) -> None:
-    arena.expert_tier[2, 3] = Tier.SLOT
+    arena.tiers[2, 3] = Tier.SLOT
 
 
 def name_one_slot_twice(arena: ExpertArena) -> None:
-    arena.expert_address[0, 1], arena.expert_tier[0, 1] = arena.expert_address[2, 0], Tier.SLOT
+    arena.addresses[0, 1], arena.tiers[0, 1] = arena.expert_address[2, 0], Tier.SLOT
 
 
 def book_two_slots_for_one_expert(arena: ExpertArena) -> None:
@@ -268,8 +347,8 @@ def book_two_slots_for_one_expert(arena: ExpertArena) -> None:
 
 
 def book_an_expert_that_left(arena: ExpertArena) -> None:
-    arena.expert_address[2, 0] = arena._in_place[2, 0]
-    arena.expert_tier[2, 0] = Tier.IN_PLACE
+    arena.addresses[2, 0] = arena._in_place[2, 0]
+    arena.tiers[2, 0] = Tier.IN_PLACE
 
 
 def book_an_expert_that_is_not_there(arena: ExpertArena) -> None:

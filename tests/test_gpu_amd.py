@@ -12,14 +12,14 @@ from typing import Any
 
 import amdgpu_lowering
 import pytest
-from gpu_launches import shaped
+from gpu_launches import shaped, shaped_for_card
 
 from strata_nb.formats import CACHE_TYPES, TensorType
 from strata_nb.kernels.gpu.compile import llvm_code
 from strata_nb.kernels.gpu.intrinsics import SHARED_NAME
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
-from strata_nb.kernels.program import Program
+from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
 
@@ -57,6 +57,11 @@ VARIANTS: dict[str | None, list[Any]] = {
 
 # What every run looks at: each kernel, and for products one type of each way to decode a block.
 DECODED = [T.F16, T.Q4_0, T.Q8_0, T.Q4_K, T.Q6_K, T.IQ4_XS, T.IQ3_S, T.IQ1_M, T.MXFP4]
+# The table's kernels that a card has, and those that it has in place of others.
+AXES: dict[str, str | None] = {
+    **{name: kernel.axis for name, kernel in KERNELS.items() if name not in FUSED},
+    **dict(zip(CARD_KERNELS, (None, "gate_up", "weights"), strict=True)),
+}
 FEW: dict[str, list[Any]] = {
     "embed": [T.Q4_K],
     "linear": DECODED,
@@ -68,12 +73,12 @@ FEW: dict[str, list[Any]] = {
 
 
 def few() -> list[Case]:
-    return [(name, variant) for name in KERNELS for variant in FEW.get(name, [None])]
+    return [(name, variant) for name in AXES for variant in FEW.get(name, [None])]
 
 
 def others() -> list[Case]:
     """Return the rest; of pairs of weights those of a type with itself, and a mixed one."""
-    found = [(name, one) for name, kernel in KERNELS.items() for one in VARIANTS[kernel.axis]]
+    found = [(name, one) for name, axis in AXES.items() for one in VARIANTS[axis]]
     seen, mixed = few(), ("expert_gate_up", (T.Q4_K, T.Q6_K))
     return [
         (name, one)
@@ -91,19 +96,18 @@ def label(case: Case) -> str:
 
 def lower(name: str, variant: Any) -> None:
     """Lower a kernel to machine code of every card, and look at what it is made of."""
-    for one in card_launches(program(name, variant), 1):
-        lower_kernel(one.kernel, one.kinds)
-
-
-def program(name: str, variant: Any) -> Program:
-    """Return a launch of a kernel, behind one that a card launches together with it."""
-    kernel = KERNELS[name]
-    sizes = {one.name: SIZES[one.name] for one in kernel.arguments if one.name in SIZES}
-    launch = shaped(name, variant, **sizes)
-    if name != "kv_append":
-        return (launch,)
-    rotation = {one: SIZES[one] for one in ("heads", "length", "planes")}
-    return shaped("rope", **rotation), launch
+    if name in CARD_KERNELS:
+        names = list(CARD_KERNELS[name].arguments)
+    else:
+        names = [one.name for one in KERNELS[name].arguments]
+    sizes = {one: SIZES[one] for one in names if one in SIZES}
+    for rows in (1, 8):
+        for one in shaped_for_card(name, variant, rows=rows, **sizes):
+            lower_kernel(one.kernel, one.kinds)
+    if name == "kv_append":  # which a card launches together with what is before it
+        rotation = {one: SIZES[one] for one in ("heads", "length", "planes")}
+        for one in card_launches((shaped("rope", **rotation), shaped(name, variant, **sizes)), 1):
+            lower_kernel(one.kernel, one.kinds)
 
 
 def lower_kernel(found: GpuKernel, kinds: Sequence[str]) -> None:

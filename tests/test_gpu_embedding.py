@@ -18,7 +18,12 @@ VOCABULARY = 13  # a group of eight, and five
 TOKENS = (0, 3, 12, 7, 8)
 
 
-def embedded(gpu: gpu_launches.Run, matrix: Matrix, tokens: tuple[int, ...]) -> Floats:
+def embedded(
+    gpu: gpu_launches.Run,
+    matrix: Matrix,
+    tokens: tuple[int, ...],
+    drawn: tuple[int, ...] = (0,),
+) -> Floats:
     vocabulary, width = matrix.weight.shape
     out = aligned(np.full((8, width), UNTOUCHED))
     gpu(
@@ -26,6 +31,7 @@ def embedded(gpu: gpu_launches.Run, matrix: Matrix, tokens: tuple[int, ...]) -> 
         {
             "rows": np.array([len(tokens)]),
             "tokens": np.array(tokens),
+            "drawn": np.array(drawn),
             "weight": aligned(matrix.data),
             "x": out,
             "width": width,
@@ -43,6 +49,20 @@ def test_rows_are_those_of_the_file_to_the_bit(gpu: gpu_launches.Run, kind: Tens
     width = {1: 77, 32: 96, 256: 512}[block_layout(kind).values]
     matrix = Matrix.random(kind, VOCABULARY, width)
     assert same_bits(embedded(gpu, matrix, TOKENS), matrix.weight[list(TOKENS)])
+
+
+@pytest.mark.parametrize("kind", [T.Q4_K, T.F16], ids=lambda kind: kind.name)
+def test_a_negative_token_stands_for_one_that_was_drawn(
+    gpu: gpu_launches.Run, kind: TensorType
+) -> None:
+    matrix = Matrix.random(kind, VOCABULARY, 256)
+    found = embedded(gpu, matrix, (-3, 5, -1, -2), drawn=(12, 7, 9))
+    assert same_bits(found, matrix.weight[[9, 5, 12, 7]])
+
+
+def test_a_token_that_could_not_be_drawn_reads_no_memory_of_others(gpu: gpu_launches.Run) -> None:
+    matrix = Matrix.random(T.F32, VOCABULARY, 8)
+    assert same_bits(embedded(gpu, matrix, (-1,), drawn=(-1,)), matrix.weight[[0]])
 
 
 def test_rows_that_need_several_blocks_are_whole(gpu: gpu_launches.Run) -> None:

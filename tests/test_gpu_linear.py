@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gpu_launches
 import kernel_references as plain
 import numpy as np
 import pytest
 from gpu_launches import aligned, check_code
 from host_launches import UNTOUCHED, Matrix, as_read, normal, same_bits
+from numpy.typing import NDArray
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.formats import TensorType, block_layout
@@ -27,6 +30,13 @@ def width_of(kind: TensorType) -> int:
     return {1: 44, 32: 160, 256: 256}[block_layout(kind).values]
 
 
+def buffer_of(x: NDArray[Any], rows: int) -> NDArray[Any]:
+    """Return a buffer of so many rows, behind those of x without a meaning."""
+    buffer = np.full((rows, *x.shape[1:]), 0x7F, x.dtype)
+    buffer[: len(x)] = x
+    return aligned(buffer)
+
+
 def linear(
     gpu: gpu_launches.Run,
     matrix: Matrix,
@@ -34,10 +44,11 @@ def linear(
     *,
     bias: Floats | None = None,
     y: Floats | None = None,
+    most_rows: int = MOST_ROWS,
 ) -> Floats:
     """Return rows times a matrix, added to y where it is given; x is quantised if need be."""
     (rows, values), outputs = x.shape, len(matrix.weight)
-    out = np.full((MOST_ROWS, outputs), UNTOUCHED)
+    out = np.full((most_rows, outputs), UNTOUCHED)
     if y is not None:
         out[:rows] = y
     out = aligned(out)
@@ -45,7 +56,7 @@ def linear(
         "linear",
         {
             "rows": np.array([rows]),
-            "x": aligned(plain.quantised(x) if matrix.kind in PACKED else x),
+            "x": buffer_of(plain.quantised(x) if matrix.kind in PACKED else x, most_rows),
             "weight": aligned(matrix.data),
             "bias": 0 if bias is None else aligned(bias),
             "y": out,
@@ -55,7 +66,7 @@ def linear(
         },
         ["y"],
         variant=matrix.kind,
-        most_rows=MOST_ROWS,
+        most_rows=most_rows,
     )
     assert np.all(out[rows:] == UNTOUCHED)
     return out[:rows]
@@ -105,6 +116,27 @@ def test_rows_of_any_length_are_multiplied(
     read = as_read(kind, x).astype(np.float64)
     expected = plain.linear(read, matrix.weight)
     assert close(linear(gpu, matrix, x), read, matrix.weight, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "outputs"),
+    [
+        *((kind, width_of(kind), 11) for kind in DECODERS),
+        (T.Q8_0, 512, 9),  # a lane holds all that it has of the row
+        (T.Q8_0, 1024, 8),  # by two warps
+        (T.Q8_0, 256 * 33, 3),  # more than lanes hold
+        (T.Q4_K, 2048, 8),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_step_of_one_row_has_the_bits_of_one_of_several(
+    gpu: gpu_launches.Run, kind: TensorType, values: int, outputs: int
+) -> None:
+    matrix, x = Matrix.random(kind, outputs, values), normal(1, values, seed=1)
+    bias, before = normal(outputs, seed=2), normal(1, outputs, seed=3)
+    for given in ({}, {"bias": bias, "y": before}):
+        alone = linear(gpu, matrix, x, most_rows=1, **given)
+        assert same_bits(alone, linear(gpu, matrix, x, **given)), list(given)
 
 
 @pytest.mark.parametrize("kind", [T.Q4_0, T.F32, T.F16], ids=lambda kind: kind.name)

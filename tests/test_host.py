@@ -489,6 +489,7 @@ def test_every_operation_fails_when_it_is_told_to(driver: HostDriver) -> None:
         "event_wait": (1, 1),
         "event_query": (1,),
         "event_synchronize": (1,),
+        "event_elapsed_s": (1, 1),
         "copy_async": (place, place, 64, 1),
         "fill_async": (place, 0, 64, 1),
         "launch_host": (1, print),

@@ -298,6 +298,7 @@ def embedded(
         len(tokens),
         kind,
         tokens=ids,
+        drawn=0,
         weight=weight,
         x=x,
         width=width,

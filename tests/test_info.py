@@ -161,7 +161,7 @@ def test_a_damaged_file_is_refused_and_nothing_is_shown(info: Info, model: str) 
 
 
 def test_info_sums_what_would_fit_on_a_card(info: Info, model: str, known: Description) -> None:
-    status, out, _ = info(model, "--vram", "702MiB", "-c", "100")
+    status, out, _ = info(model, "--vram", "958MiB", "-c", "100")
     assert status == 0
     free = 2 * MIB - known.dense_bytes - 100 * known.kv_bytes_per_cell("f16", "f16")
     fits = 0
@@ -170,6 +170,20 @@ def test_info_sums_what_would_fit_on_a_card(info: Info, model: str, known: Descr
         fits += free >= 0
     assert f"experts that fit      {fits} of 16" in out
     assert 0 < fits < 16
+    assert "as a run begins" not in out  # 100 cells are there from the start
+
+
+def test_info_says_how_many_experts_fit_before_the_kv_has_grown(
+    info: Info, model: str, known: Description
+) -> None:
+    _, out, _ = info(model, "--vram", "959MiB", "-c", "1024")
+    free = 3 * MIB - known.dense_bytes - 512 * known.kv_bytes_per_cell("f16", "f16")
+    fits = 0
+    for one in sorted(known.one_expert_bytes * known.experts):
+        free -= one
+        fits += free >= 0
+    assert f"as a run begins       {fits} of 16" in out
+    assert int(figure(out, "a card of", "experts that fit").split()[0]) < fits
 
 
 def test_info_names_what_is_missing_on_a_card_that_is_too_small(info: Info, model: str) -> None:

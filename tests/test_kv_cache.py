@@ -173,6 +173,33 @@ def test_cells_without_room_are_not_counted_as_written(world: World) -> None:
         kv.advance(sequence, 1)
 
 
+def test_there_is_room_where_no_block_has_to_be_taken(world: World) -> None:
+    kv = kv_of(world)
+    sequence = kv.open_sequence()
+    assert not kv.has_room(sequence, 1)
+    append(kv, sequence, list(range(62)))
+    changes = kv.blocks.changes
+    assert [kv.has_room(sequence, cells) for cells in (1, 2, 3)] == [True, True, False]
+    kv.extend(sequence, 2)
+    assert kv.blocks.changes == changes
+    kv.extend(sequence, 3)
+    assert kv.blocks.changes == changes + 1
+    assert kv.has_room(sequence, 66)
+    kv.rewind(sequence, 60)
+    other = kv.fork(sequence, 60)
+    assert not kv.has_room(sequence, 1)  # the block is another's too
+    kv.close_sequence(other)
+    assert kv.has_room(sequence, 1)
+
+
+def test_there_is_no_room_beyond_the_context(world: World) -> None:
+    kv = kv_of(world)
+    sequence = kv.open_sequence()
+    append(kv, sequence, list(range(CONTEXT - 1)))
+    assert kv.has_room(sequence, 1)
+    assert not kv.has_room(sequence, 2)
+
+
 def test_a_step_that_is_not_counted_never_was(world: World) -> None:
     kv = kv_of(world)
     sequence = kv.open_sequence()
@@ -316,11 +343,11 @@ def test_low_blocks_are_given_out_first_so_that_the_end_becomes_free(world: Worl
 
 
 def exchange_an_address(kv: KVCache) -> None:
-    kv.table[0, 0] = kv.table[1, 1]
+    kv.blocks[0, 0] = kv.table[1, 1]
 
 
 def leave_an_address_behind(kv: KVCache) -> None:
-    kv.table[0, 5] = kv.table[0, 0]
+    kv.blocks[0, 5] = kv.table[0, 0]
 
 
 def count_a_holder_too_many(kv: KVCache) -> None:

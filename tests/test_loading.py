@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,16 @@ import gguf_bytes as raw
 import numpy as np
 import numpy.typing as npt
 import pytest
+from device_world import load, opened
 from gguf_bytes import Tensor, build, put, scalar
 from make_model import make_model
 from model_shapes import ModelShape
 
-from strata_nb import host_pages, loading_pieces
+from strata_nb import host_pages, loading, loading_pieces
 from strata_nb.addresses import memory_view
+from strata_nb.backend import HostBackend
+from strata_nb.cache.experts import Filling
+from strata_nb.cache.profile import rank_by_use, save_profile
 from strata_nb.errors import (
     ConfigError,
     DriverError,
@@ -36,6 +42,7 @@ from strata_nb.host_memory import HostDevice
 from strata_nb.loading import (
     DenseWeights,
     HostExperts,
+    begin_experts,
     cache_fits,
     check_memory,
     dense_layout,
@@ -68,6 +75,7 @@ LAYERS: list[Mapping[str, str]] = [
 ]
 BLOCK_BYTES = 20_000  # of the arena: two or three blobs
 PIECE_BYTES = 600  # a group of rows or two
+STAGING_BYTES = 4_000
 
 
 class World:
@@ -137,6 +145,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def world(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(loading_pieces, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(loading, "STAGING_BYTES", STAGING_BYTES)
     with GGUFFile.open(model) as file:
         world = World(file)
         yield world
@@ -188,11 +197,40 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> Mapped:
 
     def forget(address: int, size: int) -> None:
         give_back(address, size)
-        assert found.sizes.pop(address) == size
+        assert found.sizes.pop(address, size) == size  # or a reservation
 
     monkeypatch.setattr(host_pages, "allocate", note)
     monkeypatch.setattr(host_pages, "give_back", forget)
     return found
+
+
+class System:
+    """Functions of the C library that compiled threads call, each of which a test may replace."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._replaced: dict[str, Any] = {}
+        self._real = host_pages.function_address
+        monkeypatch.setattr(host_pages, "function_address", self._address)
+
+    def _address(self, name: str) -> int:
+        if name not in self._replaced:
+            return self._real(name)
+        address = ctypes.cast(self._replaced[name], ctypes.c_void_p).value
+        assert address
+        return address
+
+    def replace(self, name: str, function: Callable[[int, int, int, int], int]) -> None:
+        self._replaced[name] = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(function)
+
+
+def pread(descriptor: int, address: int, size: int, position: int) -> int:
+    """Do what the system does."""
+    return os.preadv(descriptor, [memory_view(address, size).data], position)
+
+
+@pytest.fixture
+def system(monkeypatch: pytest.MonkeyPatch) -> System:
+    return System(monkeypatch)
 
 
 # --- what is where
@@ -372,14 +410,19 @@ def test_a_stack_of_one_expert_with_one_row_stays_a_matrix(tmp_path: Path) -> No
 
 @BOTH
 def test_progress_counts_every_byte_of_the_file_once_on_the_calling_thread(
-    world: World, what: str
+    world: World, what: str, system: System
 ) -> None:
+    def slowly(*given: int) -> int:
+        time.sleep(0.001)
+        return pread(*given)
+
+    system.replace("pread", slowly)
     said: list[tuple[int, int, threading.Thread]] = []
     world.load(
         what, report=lambda done, total: said.append((done, total, threading.current_thread()))
     ).close()
     size = sum(world.file.tensors[name].size_bytes for name in world.names(what))
-    assert len(said) > len(world.names(what))
+    assert len(said) > 5  # as it goes
     assert [done for done, _, _ in said] == sorted({done for done, _, _ in said})
     assert said[-1][0] == size
     assert {total for _, total, _ in said} == {world.file.size_bytes}
@@ -404,17 +447,200 @@ def test_one_progress_counts_several_loads(world: World) -> None:
 @BOTH
 @pytest.mark.parametrize("keep_cached", [True, False])
 def test_the_cache_is_let_go_behind_the_readers_only_where_it_is_wanted(
-    world: World, what: str, keep_cached: bool, monkeypatch: pytest.MonkeyPatch
+    world: World, what: str, keep_cached: bool, system: System
 ) -> None:
-    forgotten: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(GGUFFile, "forget_cached", lambda _, *piece: forgotten.append(piece))
+    forgotten: list[tuple[int, int]] = []
+
+    def forget(descriptor: int, position: int, size: int, advice: int) -> int:
+        assert advice == os.POSIX_FADV_DONTNEED
+        forgotten.append((position, size))
+        return 0
+
+    system.replace("posix_fadvise", forget)
     world.load(what, keep_cached=keep_cached).close()
-    found: dict[str, int] = {}
-    for name, start, size in sorted(forgotten):
-        assert start == found.get(name, 0)
-        found[name] = start + size
-    sizes = {name: world.file.tensors[name].size_bytes for name in world.names(what)}
-    assert found == ({} if keep_cached else sizes)
+    found: list[tuple[int, int]] = []
+    for position, size in sorted(forgotten):
+        if found and sum(found[-1]) == position:
+            position, size = found[-1][0], found.pop()[1] + size
+        found.append((position, size))
+    wanted = sorted(
+        (tensor.offset, tensor.size_bytes)
+        for tensor in (world.file.tensors[name] for name in world.names(what))
+    )
+    if not keep_cached:
+        starts = {start for start, _ in wanted}
+        assert {start for start, _ in found} <= starts  # tensors without a gap are one
+        assert sum(size for _, size in found) == sum(size for _, size in wanted)
+    else:
+        assert found == []
+
+
+# --- overlap
+
+
+def test_a_block_is_registered_and_told_of_while_later_ones_are_not_read_yet(
+    world: World, system: System
+) -> None:
+    told = threading.Event()
+    late: list[int] = []  # pieces that waited in vain
+    last = max(world.file.tensors[name].offset for layer in LAYERS[-1:] for name in layer.values())
+
+    def read(descriptor: int, address: int, size: int, position: int) -> int:
+        if position >= last and not late and not told.wait(20):
+            late.append(position)
+        return pread(descriptor, address, size, position)
+
+    system.replace("pread", read)
+    seen: list[tuple[int, int]] = []
+
+    def ready(address: int, size: int) -> None:
+        world.driver.unregister_host(address)  # else RuleViolation: it is registered
+        world.driver.register_host(address, size)
+        seen.append((address, size))
+        if len(seen) == 2:
+            told.set()
+
+    with begin_experts(
+        world.file,
+        LAYERS,
+        world.layout,
+        world.driver,
+        threads=2,
+        keep_cached=True,
+        progress=LoadProgress(0),
+    ) as experts:
+        experts.finish(ready)
+        assert not late
+        start = experts.arena.address
+        assert seen == [(start + offset, size) for offset, size in world.layout.blocks]
+        found = contents(experts)
+    with world.experts() as whole:
+        assert found == contents(whole)
+
+
+def test_dense_weights_are_read_while_earlier_ones_are_copied_and_no_staging_is_written_early(
+    world: World, monkeypatch: pytest.MonkeyPatch, system: System
+) -> None:
+    with world.dense() as weights:
+        wanted = contents(weights)
+    read_bytes = itertools.accumulate(itertools.repeat(1))
+    reads = [0]
+    begun: list[int] = []
+
+    def read(*given: int) -> int:
+        reads[0] = next(read_bytes)
+        return pread(*given)
+
+    copy_async = HostDriver.copy_async
+
+    def copy(driver: HostDriver, *given: int) -> None:
+        time.sleep(0.003)  # time enough to fill every other staging
+        begun.append(reads[0])
+        copy_async(driver, *given)
+
+    system.replace("pread", read)
+    monkeypatch.setattr(HostDriver, "copy_async", copy)
+    with world.dense() as weights:
+        assert contents(weights) == wanted
+    assert len(begun) > 2 * loading.STAGINGS
+    pieces = reads[0]
+    assert begun[0] > pieces / len(begun)  # more than what is copied was read
+    assert begun[0] < pieces  # and not all
+
+
+@pytest.fixture
+def profile(model: Path, tmp_path: Path) -> Path:
+    """A profile that ranks every expert."""
+    path = tmp_path / "whole.profile"
+    save_profile(path, rank_by_use(np.zeros((SHAPE.layers, SHAPE.experts), np.int64)))
+    return path
+
+
+def test_a_model_is_laid_out_and_its_slots_are_filled_while_experts_are_read(
+    model: Path, profile: Path, system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        loading, "expert_layout", functools.partial(expert_layout, block_bytes=BLOCK_BYTES)
+    )
+    events: list[str] = []
+    prepared, copied = threading.Event(), threading.Event()
+    with GGUFFile.open(model) as file:
+        stacks = [file.tensors[name] for layer in LAYERS for name in layer.values()]
+    last = max(tensor.offset for tensor in stacks)
+    late: list[int] = []  # pieces that waited in vain
+
+    def read(descriptor: int, address: int, size: int, position: int) -> int:
+        of_experts = any(
+            tensor.offset <= position < tensor.offset + tensor.size_bytes for tensor in stacks
+        )
+        if of_experts and not late and not (copied if position >= last else prepared).wait(20):
+            late.append(position)
+        return pread(descriptor, address, size, position)
+
+    prepare, copy = HostBackend.prepare, Filling.copy
+
+    def note_programs(backend: HostBackend, *given: Any) -> Any:
+        programs = prepare(backend, *given)
+        events.append("programs")
+        prepared.set()
+        return programs
+
+    def note_copies(filling: Filling, *given: int) -> None:
+        copy(filling, *given)
+        events.append("copies")
+        if events.count("copies") == 2:
+            copied.set()
+
+    system.replace("pread", read)
+    monkeypatch.setattr(HostBackend, "prepare", note_programs)
+    monkeypatch.setattr(Filling, "copy", note_copies)
+    with opened(model, "host:1x4MiB@16KiB", expert_profile=profile) as made:
+        assert not late
+        assert events[0] == "programs"
+        assert made.report().devices[0].resident == SHAPE.layers * SHAPE.experts
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_whatever_ends_an_opening_while_experts_are_read_leaves_nothing(
+    model: Path,
+    system: System,
+    monkeypatch: pytest.MonkeyPatch,
+    mapped: Mapped,
+    error: type[BaseException],
+) -> None:
+    def read(*given: int) -> int:
+        time.sleep(0.001)
+        return pread(*given)
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    system.replace("pread", read)
+    monkeypatch.setattr(HostBackend, "prepare", refuse)
+    backend = HostBackend("host:1x4MiB@16KiB", 2)
+    try:
+        with pytest.raises(error):
+            load(backend, model, ctx=256, rows=64)
+        assert backend.driver.live() == {}
+        assert mapped.ever
+        assert mapped.sizes == {}
+        assert not [one for one in threading.enumerate() if one.name.startswith("loading")]
+    finally:
+        backend.close()
+
+
+def test_experts_that_nobody_waits_for_leave_nothing(world: World, mapped: Mapped) -> None:
+    begin_experts(
+        world.file,
+        LAYERS,
+        world.layout,
+        world.driver,
+        threads=2,
+        keep_cached=True,
+        progress=LoadProgress(0),
+    ).close()
+    assert mapped.ever
+    assert_nothing_is_left(world, mapped)
 
 
 # --- what fails
@@ -437,18 +663,17 @@ def test_a_load_that_is_interrupted_leaves_nothing(
 
 @BOTH
 def test_ctrl_c_ends_a_load_within_a_piece_of_each_worker(
-    world: World, what: str, mapped: Mapped, monkeypatch: pytest.MonkeyPatch
+    world: World, what: str, mapped: Mapped, system: System
 ) -> None:
     calls = itertools.count()
-    read_into = GGUFFile.read_into
 
-    def read(file: GGUFFile, out: Bytes, name: str, start: int = 0) -> None:
+    def read(*given: int) -> int:
         if next(calls) == 5:
             signal.raise_signal(signal.SIGINT)  # raises in the main thread, which waits
         time.sleep(0.005)
-        read_into(file, out, name, start)
+        return pread(*given)
 
-    monkeypatch.setattr(GGUFFile, "read_into", read)
+    system.replace("pread", read)
     with pytest.raises(KeyboardInterrupt):
         world.load(what)
     assert next(calls) < 20  # there are more than a hundred pieces
@@ -474,21 +699,62 @@ def test_an_interrupt_while_the_workers_end_waits_for_them(
 
 @BOTH
 def test_an_error_of_one_worker_stops_the_others_soon(
-    world: World, what: str, mapped: Mapped, monkeypatch: pytest.MonkeyPatch
+    world: World, what: str, mapped: Mapped, monkeypatch: pytest.MonkeyPatch, system: System
 ) -> None:
     calls = itertools.count()
-    read_into = GGUFFile.read_into
 
-    def read(file: GGUFFile, out: Bytes, name: str, start: int = 0) -> None:
+    def read(*given: int) -> int:
         if next(calls) == 3:
-            raise OSError(errno.EIO, "on request")
+            return -1
         time.sleep(0.005)
-        read_into(file, out, name, start)
+        return pread(*given)
 
-    monkeypatch.setattr(GGUFFile, "read_into", read)
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "on request")
+
+    system.replace("pread", read)
+    monkeypatch.setattr(GGUFFile, "read_into", refuse)
     with pytest.raises(OSError, match="on request"):
         world.load(what, threads=3)
     assert next(calls) < 20  # there are more than a hundred pieces
+    assert_nothing_is_left(world, mapped)
+
+
+@BOTH
+def test_a_read_that_comes_short_goes_on_and_one_that_fails_once_is_tried_again(
+    world: World, what: str, system: System
+) -> None:
+    calls = itertools.count()
+
+    def read(descriptor: int, address: int, size: int, position: int) -> int:
+        call = next(calls)
+        if call % 7 == 3:
+            return -1
+        return pread(descriptor, address, size if call % 3 else -(-size // 2), position)
+
+    with world.load(what) as loaded:
+        wanted = contents(loaded)
+    system.replace("pread", read)
+    with world.load(what) as loaded:
+        assert contents(loaded) == wanted
+    assert next(calls) > 100
+
+
+@BOTH
+def test_a_file_that_the_system_cannot_read_is_named_with_the_byte(
+    world: World, what: str, tmp_path: Path, mapped: Mapped
+) -> None:
+    path = tmp_path / "unreadable.gguf"
+    path.write_bytes(world.file.path.read_bytes())
+    folder = os.open(tmp_path, os.O_RDONLY)
+
+    with GGUFFile.open(path) as file:
+        world.file = file
+        os.dup2(folder, file.descriptor(world.names(what)[0]))
+        with pytest.raises(FileFormatError, match="cannot be read: Is a directory") as caught:
+            world.load(what)
+        assert caught.value.offset is not None
+    os.close(folder)
     assert_nothing_is_left(world, mapped)
 
 
@@ -546,6 +812,7 @@ def test_a_file_that_is_cut_while_it_is_loaded_is_named_with_the_byte(
     cut = (first.offset + last.offset) // 2
     with GGUFFile.open(path) as file:
         world.file = file
+        world.layout = expert_layout(file, LAYERS)  # one block, which is read from end to end
         os.truncate(path, cut)
         with pytest.raises(FileFormatError, match="ends within tensor") as caught:
             world.load(what, threads=1)
@@ -571,7 +838,7 @@ def test_whichever_call_of_the_driver_fails_nothing_is_left(
     failures = 0
     for nth in itertools.count(1):
         if nth > 4 and operation in ("copy_async", "stream_synchronize"):
-            break  # one for each piece
+            break  # one for each staging
         world.driver.faults.plan(operation, nth)
         try:
             world.load(what).close()

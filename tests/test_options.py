@@ -32,6 +32,7 @@ FLAGS = {
     "cache_type_v": "--cache-type-v",
     "expert_cache": "--expert-cache",
     "vram_reserve_mib": "--vram-reserve-mib",
+    "vram_limit": "--vram-limit",
     "vram_elastic": "--vram-elastic",
     "kv_grow": "--kv-grow",
     "kv_grow_init": "--kv-grow-init",
@@ -85,6 +86,7 @@ REFUSED_OPTIONS: list[tuple[str, Any]] = [
         for value in ("", "all", "-1", "101%", "3TiB", "1e3", "nan%", "12 GiB", None, 5)
     ),
     *(("vram_reserve_mib", value) for value in (-1, 2**31, 0.5, "64", True)),
+    *(("vram_limit", value) for value in (-1, 0, (1 << 20) - 1, 2**63 + 1, 2.0**30, "12GiB", True)),
     *((name, value) for name in ("deterministic", "vram_elastic") for value in (0, 1, None, "yes")),
     *(("kv_grow", value) for value in (0, 1, "yes")),
     *(("adapt", value) for value in ("", "on", "lru", None, True)),
@@ -141,6 +143,7 @@ def test_options_leave_every_choice_to_the_engine() -> None:
         "cache_type_v": None,
         "expert_cache": "auto",
         "vram_reserve_mib": None,
+        "vram_limit": None,
         "vram_elastic": False,
         "kv_grow": None,
         "kv_grow_init": None,

@@ -19,7 +19,15 @@ T = TensorType
 
 GATED_ADD = {"rows": 1, "gate": 2, "x": 3, "y": 4, "width": 5}
 QUANTISE = {"rows": 1, "x": 2, "packed": 3, "times": 4, "values": 64}
-EMBED = {"rows": 1, "tokens": 2, "weight": 3, "x": 4, "width": 5, "vocabulary": 6}
+EMBED = {
+    "rows": 1,
+    "tokens": 2,
+    "drawn": 0,
+    "weight": 3,
+    "x": 4,
+    "width": 5,
+    "vocabulary": 6,
+}
 NORM = {"rows": 1, "index": 0, "x": 2, "weight": 3, "out": 4, "packed": 0, "parts": 1, "width": 8}
 
 

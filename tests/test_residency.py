@@ -95,6 +95,50 @@ def test_a_policy_knows_the_layers_of_its_size_and_nothing_else(world: World) ->
     assert not small.told[1][0].any()
 
 
+def test_steps_that_were_passed_over_are_told_together_with_the_next_one(world: World) -> None:
+    assert world.ledger is not None
+    arena = world.ledger.experts
+    residency, (small, _) = residency_of(world)
+    for rows in (1, 4):
+        arena.use[0, 1] += rows
+        residency.pass_over(rows)
+    assert small.told == []
+    arena.use[0, 1] += 2
+    residency.after(2)
+    used, rows, *_ = small.told[0]
+    assert (used[0, 1], rows) == (7, 7)
+    arena.use[0, 1] += 1
+    residency.after(1)
+    used, rows, *_ = small.told[1]
+    assert (used[0, 1], rows) == (1, 1)
+
+
+def test_whoever_asks_for_the_heat_hears_of_steps_that_were_passed_over(world: World) -> None:
+    assert world.ledger is not None
+    residency, (small, large) = residency_of(world)
+    residency.heat()
+    assert small.told == []
+    world.ledger.experts.use[0, 1] += 3
+    residency.pass_over(3)
+    residency.heat()
+    residency.heat()
+    assert [told[1] for told in (*small.told, *large.told)] == [3, 3]
+
+
+def test_what_is_decided_moves_nothing_until_it_is_carried_out(world: World) -> None:
+    assert world.ledger is not None
+    arena = world.ledger.experts
+    arena.fill([(0, 1)])
+    residency, (small, _) = residency_of(world)
+    small.next = Moves([(0, 1)], [(1, 2)])
+    moves = residency.decide(1)
+    assert moves == Moves([(0, 1)], [(2, 2)])
+    assert np.argwhere(arena.expert_tier == Tier.SLOT).tolist() == [[0, 1]]
+    residency.carry_out(moves)
+    assert np.argwhere(arena.expert_tier == Tier.SLOT).tolist() == [[2, 2]]
+    world.check()
+
+
 def test_a_step_that_is_repeated_counts_once(world: World) -> None:
     assert world.ledger is not None
     residency, (small, _) = residency_of(world)

@@ -53,13 +53,13 @@ class Judged:
 
 
 def chosen_by_the_device(model: DeviceModel, layer: int, hidden: Floats) -> np.ndarray:
-    """Run a layer from its second norm to its router, over the rows given: (rows, top_k)."""
+    """Run a layer from its second norm to its experts, over the rows given: (rows, top_k)."""
     backend, programs, body = model._backend, model._programs, model._programs.body
     labels = [one.label for one in body]
     first = labels.index(f"blk.{layer}.ffn_norm")
-    last = labels.index(f"blk.{layer}.router_top_k") + 1
+    last = labels.index(f"blk.{layer}.expert_down") + 1  # a card takes them together
     (part,) = backend.prepare([body[first:last]])
-    x = body[0].arguments[3]  # of embed
+    x = body[0].arguments[4]  # of embed
     found = np.empty((len(hidden), model.description.top_k), np.int64)
     at_once = model.max_rows
     for start in range(0, len(hidden), at_once):

@@ -52,9 +52,10 @@ from make_model import make_model
 from model_shapes import LOGITS_SHAPES
 from oracle_llama_cpp import PROMPT_BATCH, distance, llama_cpp_logits
 from oracle_models import RANDOM_MODELS, float32_logits, random_ids, text_ids
-from results import device_name, write_result
+from results import write_result
 
 from strata_nb import Engine, Options
+from strata_nb.commands.provenance import device_name
 from strata_nb.formats import DEQUANTISABLE, TensorType
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.host.capability import PATH

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from strata_nb.cache.plan import Holdings
 
@@ -59,3 +60,15 @@ class Change:
     moved: int = 0
     filled: int = 0
     error: str = ""
+
+
+def in_all(changes: Sequence[Change]) -> Change:
+    """Return what changes that followed each other came to."""
+    first = changes[0]
+    return replace(
+        changes[-1],
+        before=first.before,
+        slots_before=first.slots_before,
+        moved=sum(change.moved for change in changes),
+        filled=sum(change.filled for change in changes),
+    )

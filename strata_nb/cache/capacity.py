@@ -23,12 +23,12 @@ from typing import Protocol
 import numpy as np
 
 from strata_nb.cache import requests
-from strata_nb.cache.accounts import Account, Change, LedgerReport
+from strata_nb.cache.accounts import Account, Change, LedgerReport, in_all
 from strata_nb.cache.experts import ExpertArena, Tier
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.cache.look import Look
-from strata_nb.cache.plan import Holdings, Plan
+from strata_nb.cache.plan import Holdings, Memory, Plan, memory_within
 from strata_nb.cache.policy import Heat
 from strata_nb.cache.requests import Situation
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
@@ -171,26 +171,18 @@ class Ledger:
         """
         earlier, self.reserve_bytes = self.reserve_bytes, reserve_bytes
         try:
-            changes = [
-                self._ask("set_reserve", lambda: requests.take_back(self._now()), refill=True)
-            ]
-            for _ in range(RESERVE_ROUNDS):
-                held = self.holdings()
-                changes.append(self._ask("set_reserve", self._what_is_short))
-                if changes[-1].after == held:
-                    break
+            taken = self._ask("set_reserve", lambda: requests.take_back(self._now()), refill=True)
+            return in_all([taken, *self._give_what_is_short("set_reserve")])
         except BaseException:  # also Ctrl-C between two changes
             self.reserve_bytes = earlier
             raise
-        first, last = changes[0], changes[-1]
-        moved = sum(change.moved for change in changes)
-        return replace(
-            last,
-            before=first.before,
-            slots_before=first.slots_before,
-            moved=moved,
-            filled=first.filled,
-        )
+
+    def keep_reserve(self) -> Change:
+        """Give the system what is missing from the reserve, or what can be; no expert comes.
+
+        Others may have taken it, or the driver more than was planned for it [13].
+        """
+        return in_all(self._give_what_is_short("keep_reserve"))
 
     def prepare(self, chunks: int) -> Change:
         """Have up to `chunks` spare chunks, so that the next growth of the K/V only maps."""
@@ -212,6 +204,16 @@ class Ledger:
     def detach(self) -> Change:
         """Take the arena from a device: no expert has a slot there any more."""
         return self._ask("detach", lambda: requests.detach(self._now()))
+
+    def _give_what_is_short(self, request: str) -> list[Change]:
+        """Give the system what is missing from the reserve, and look again, until nothing goes."""
+        changes: list[Change] = []
+        for _ in range(RESERVE_ROUNDS):
+            held = self.holdings()
+            changes.append(self._ask(request, self._what_is_short))
+            if changes[-1].after == held:
+                break
+        return changes
 
     def _what_is_short(self) -> Holdings:
         """Plan to give the system what is missing from the reserve."""
@@ -262,16 +264,19 @@ class Ledger:
         """Describe the ledger for a plan; asks the driver what is free."""
         if self._lost is not None:
             raise self._lost
-        free_bytes, _ = self._driver.mem_info(self.device)
+        needs, size = self.plan.needs, self.plan.chunk_bytes
+        memory = self.memory()
         left = self.plan.capacity - self._pool.account().capacity
-        affordable = (free_bytes - self.reserve_bytes) // self.plan.chunk_bytes  # or owed, below 0
+        beyond_bytes = memory.free_bytes - self.reserve_bytes  # or owed, below 0
+        taken_bytes = self.outside_bytes(memory) - self.plan.in_use_bytes
+        expected_bytes = min(max(0, needs.outside_bytes - taken_bytes), needs.outside_bytes)
         limits = {owner: range_.limit_chunks for owner, range_ in self._ranges.items()}
         return Situation(
             device=self.device,
             plan=self.plan,
             held=self.holdings(),
-            obtainable=max(0, min(left, affordable)),
-            owed=max(0, -affordable),
+            obtainable=max(0, min(left, (beyond_bytes - expected_bytes) // size)),
+            owed=max(0, -(beyond_bytes // size)),
             live_blocks=self.kv.live_blocks,
             kv_limit=limits.get("kv", 0),
             arena_limit=limits.get("experts", 0),
@@ -287,6 +292,16 @@ class Ledger:
             loan=self._loan,
             spare=self._pool.account().spare,
         )
+
+    def memory(self) -> Memory:
+        """Ask the driver for the device's memory, within the limit."""
+        return memory_within(self._driver, self.device, self.plan.needs.limit_bytes)
+
+    def outside_bytes(self, memory: Memory) -> int:
+        """Return what is in use beside weights, buffers and chunks, once these are all there."""
+        chunks = self._pool.account().capacity
+        in_use_bytes = memory.in_use_bytes - self.plan.needs.dense_bytes
+        return max(0, in_use_bytes - chunks * self.plan.chunk_bytes)
 
     def account(self) -> Account:
         """Return every chunk's owner."""

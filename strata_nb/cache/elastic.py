@@ -88,6 +88,11 @@ class ElasticKV:
         needed = self._ledger.kv.blocks_wanted(cells)
         self._make_room(needed, needed + blocks_for(AHEAD_CELLS))
 
+    def is_ample(self, cells: Mapping[int, int]) -> bool:
+        """Return whether `before_step` would change nothing."""
+        needed = self._ledger.kv.blocks_wanted(cells)
+        return self._is_ample(needed, needed + blocks_for(AHEAD_CELLS))
+
     def when_idle(self) -> None:
         """Have what the next growth will map ready, if the system has it."""
         wanted, self._idle_chunks_wanted = self._idle_chunks_wanted, False
@@ -121,13 +126,15 @@ class ElasticKV:
 
     def _make_room(self, needed: int, ample: int) -> None:
         """Grow where `ample` blocks are not there; only for `needed` ones is that an error."""
+        if not self._is_ample(needed, ample):
+            with interrupts_later():  # what was done shall be said
+                self._grow(needed, ample)
+
+    def _is_ample(self, needed: int, ample: int) -> bool:
         usable = self._ledger.kv.usable_blocks
         if min(ample, self._most_blocks) <= usable:
-            return
-        if needed <= usable and self._stopped_at == usable:
-            return
-        with interrupts_later():  # what was done shall be said
-            self._grow(needed, ample)
+            return True
+        return needed <= usable and self._stopped_at == usable
 
     def _grow(self, needed: int, ample: int) -> None:
         usable = self._ledger.kv.usable_blocks

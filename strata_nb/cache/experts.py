@@ -24,6 +24,7 @@ from strata_nb.cache.moves import choose_moves
 from strata_nb.cache.slots import BLOB_ALIGNMENT, SlotLayout
 from strata_nb.errors import RuleViolation
 from strata_nb.execution import ExecutionDriver
+from strata_nb.shared_tables import SharedTable
 from strata_nb.tracing import Announce
 
 NOBODY = -1
@@ -54,7 +55,8 @@ class ExpertArena:
     """Own the slots of one device and the tables that kernels read.
 
     expert_address, expert_tier   int64 and uint8 (layers, experts): where each expert is. The
-              arrays stay the same objects
+              arrays stay the same objects, written through `addresses` and `tiers` alone,
+              which count their changes
     use       int64 (layers, experts): how often each was chosen
     prior     float64 (layers, experts), 0 to less than 1: an order among those used equally often
     tally     int64 (2,): choices that found a slot (hits), and that did not (misses)
@@ -78,12 +80,14 @@ class ExpertArena:
         if np.any((host.address + host.offsets) % BLOB_ALIGNMENT):
             raise RuleViolation(16, f"the host arena has blobs not aligned to {BLOB_ALIGNMENT}")
         self.layout = layout
-        self.expert_address = host.address + host.offsets
-        self.expert_tier = np.full(host.offsets.shape, Tier.IN_PLACE, np.uint8)
+        self.addresses = SharedTable(host.address + host.offsets)
+        self.tiers = SharedTable(np.full(host.offsets.shape, Tier.IN_PLACE, np.uint8))
+        self.expert_address, self.expert_tier = self.addresses.array, self.tiers.array
         self.use = np.zeros(host.offsets.shape, np.int64)
         self.prior = np.zeros(host.offsets.shape)
         self.tally = np.zeros(2, np.int64)
         self.usable_slots = 0
+        self._complete = -1, False  # as of so many changes of the tiers
         self._host = host
         self._in_place = self.expert_address.copy()
         self._owner = np.full(max_slots, NOBODY, np.int64)  # slot -> layer * experts + expert
@@ -173,7 +177,7 @@ class ExpertArena:
             heapq.heapify(free)
             self._owner[target], self._owner[source] = self._owner[source], NOBODY
             self._draining.add(source)
-            self.expert_address[layer, expert] = self._base + self.layout.offset(target)
+            self.addresses[layer, expert] = self._base + self.layout.offset(target)
             self._tell("move", layer, expert, target)
 
     def reclaim(self) -> None:
@@ -190,12 +194,31 @@ class ExpertArena:
         """How many experts have a slot."""
         return int(np.count_nonzero(self._owner != NOBODY))
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every expert has a slot; counted again only where tiers have changed."""
+        changes, complete = self._complete
+        if changes != self.tiers.changes:
+            changes = self.tiers.changes
+            complete = bool(np.all(self.expert_tier == Tier.SLOT))
+            self._complete = changes, complete
+        return complete
+
     def fill(self, order: Iterable[tuple[int, int]]) -> int:
         """Give experts (layer, number) free slots of their size, in this order.
 
         Returns how many were brought in. Experts that have a slot, or find none, are passed over.
         The order is that of a profile, or of first use. All or nothing: on DriverError none of
         them is resident and their slots are free.
+        """
+        filling = self.begin_fill(order)
+        filling.copy(self._host.address, self._host.size_bytes)
+        return filling.finish()
+
+    def begin_fill(self, order: Iterable[tuple[int, int]]) -> Filling:
+        """Choose slots as `fill` does, for blobs that are not all in the host arena yet.
+
+        Before it is finished nothing else may bring experts in, and no slot may be lost.
         """
         placed: dict[tuple[int, int], int] = {}
         left = [sorted(free, reverse=True) for free in self._free]  # the lowest slot comes first
@@ -206,16 +229,15 @@ class ExpertArena:
             resident = self.expert_tier[layer, expert] == Tier.SLOT or (layer, expert) in placed
             if free and not resident:
                 placed[layer, expert] = free.pop()
-        self._load(placed)
-        return len(placed)
+        return Filling(self, placed)
 
     def evict(self, layer: int, expert: int) -> int:
         """Let the tables name the host's copy again; returns the slot, which is draining."""
         if self.expert_tier[layer, expert] != Tier.SLOT:
             raise RuleViolation(9, f"expert {expert} of layer {layer} has no slot")
         slot = int(np.flatnonzero(self._owner == layer * self.layout.experts + expert)[0])
-        self.expert_address[layer, expert] = self._in_place[layer, expert]
-        self.expert_tier[layer, expert] = Tier.IN_PLACE
+        self.addresses[layer, expert] = self._in_place[layer, expert]
+        self.tiers[layer, expert] = Tier.IN_PLACE
         self._owner[slot] = NOBODY
         self._draining.add(slot)
         self._tell("evict", layer, expert, slot)
@@ -265,34 +287,41 @@ class ExpertArena:
         layer, expert = divmod(int(self._owner[slot]), self.layout.experts)
         return layer, expert
 
-    def _load(self, placed: dict[tuple[int, int], int]) -> None:
-        """Copy blobs to free slots, wait for all of them, then name them: publication comes last.
+    def _copy_in(self, expert: tuple[int, int], slot: int) -> None:
+        """Begin to copy a blob to a slot, which must still be free."""
+        self._require_free(slot)
+        source, size = int(self._in_place[expert]), self.layout.blob_bytes[expert[0]]
+        self._driver.copy_async(self._base + self.layout.offset(slot), source, size, self._stream)
+
+    def _require_free(self, slot: int) -> None:
+        held = self._owner[slot] != NOBODY or slot in self._draining
+        if held or slot >= self.usable_slots:
+            raise RuleViolation(7, f"slot {slot} was taken or lost while an expert came into it")
+
+    def _name(self, placed: Mapping[tuple[int, int], int]) -> None:
+        """Wait for the copies, then let the tables name them: publication comes last.
 
         Whatever ends this half way, an error or Ctrl-C, leaves none of the experts resident and
         their slots free.
         """
-        if not placed:
-            return
+        self._driver.stream_synchronize(self._stream)
         taken = set(placed.values())
         free_before = self._free
+        for slot in taken:
+            self._require_free(slot)
         free_after = [[slot for slot in free if slot not in taken] for free in free_before]
         for free in free_after:
             heapq.heapify(free)
-        for (layer, expert), slot in placed.items():
-            source, size = int(self._in_place[layer, expert]), self.layout.blob_bytes[layer]
-            target = self._base + self.layout.offset(slot)
-            self._driver.copy_async(target, source, size, self._stream)
-        self._driver.stream_synchronize(self._stream)
         try:
             self._free = free_after
             for (layer, expert), slot in placed.items():
                 self._owner[slot] = layer * self.layout.experts + expert
-                self.expert_address[layer, expert] = self._base + self.layout.offset(slot)
-                self.expert_tier[layer, expert] = Tier.SLOT
+                self.addresses[layer, expert] = self._base + self.layout.offset(slot)
+                self.tiers[layer, expert] = Tier.SLOT
         except BaseException:
             for (layer, expert), slot in placed.items():
-                self.expert_tier[layer, expert] = Tier.IN_PLACE
-                self.expert_address[layer, expert] = self._in_place[layer, expert]
+                self.tiers[layer, expert] = Tier.IN_PLACE
+                self.addresses[layer, expert] = self._in_place[layer, expert]
                 self._owner[slot] = NOBODY
             self._free = free_before
             raise
@@ -312,3 +341,34 @@ class ExpertArena:
                     "size": self.layout.blob_bytes[layer],
                 }
             )
+
+
+class Filling:
+    """Bring experts into slots as their blobs come: `ExpertArena.begin_fill` makes it.
+
+    Copies are only begun until `finish`, which waits for all of them and publishes them. Before
+    it, and after an error, none of the experts is resident and their slots are free.
+    """
+
+    def __init__(self, arena: ExpertArena, placed: Mapping[tuple[int, int], int]) -> None:
+        self._arena = arena
+        self._placed = placed
+        sources = [(int(arena.expert_address[expert]), expert) for expert in placed]
+        self._waiting = sorted(sources, reverse=True)  # the lowest address comes first
+
+    def copy(self, address: int, size: int) -> None:
+        """Begin to copy the blobs that lie up to the end of these bytes of the host arena.
+
+        The device can read them by now; the bytes of a later call lie behind these.
+        """
+        while self._waiting and self._waiting[-1][0] < address + size:
+            _, expert = self._waiting.pop()
+            self._arena._copy_in(expert, self._placed[expert])
+
+    def finish(self) -> int:
+        """Wait for the copies and let the tables name them; returns how many experts came."""
+        if self._waiting:
+            raise AssertionError(f"{len(self._waiting)} blobs were never there")
+        if self._placed:
+            self._arena._name(self._placed)
+        return len(self._placed)

@@ -25,6 +25,7 @@ import numpy as np
 from strata_nb.cache.kv_layout import BLOCK_CELLS, KVLayout, blocks_for
 from strata_nb.errors import ConfigError, OutOfDeviceMemory, RuleViolation
 from strata_nb.execution import ExecutionDriver
+from strata_nb.shared_tables import SharedTable
 
 
 @dataclass(slots=True)
@@ -40,7 +41,8 @@ class KVCache:
     """Own the blocks of one device and the table that kernels read.
 
     table   int64 (sequences, blocks of a full context): addresses of a sequence's blocks, 0 behind
-            the last. The array stays the same object; a row is a sequence's number
+            the last. The array stays the same object; a row is a sequence's number. Written
+            through `blocks` alone, which counts its changes
 
     A step is `extend` (room for its rows), then kernels that write the new cells and read all, then
     `advance`. A step that fails is forgotten by not calling `advance`. Call between steps, on the
@@ -59,7 +61,8 @@ class KVCache:
     ) -> None:
         self.layout = layout
         self.context = context
-        self.table = np.zeros((sequences, blocks_for(context)), np.int64)
+        self.blocks = SharedTable(np.zeros((sequences, blocks_for(context)), np.int64))
+        self.table = self.blocks.array
         self.usable_blocks = 0
         self._base = 0
         self._driver = driver
@@ -111,7 +114,7 @@ class KVCache:
             for index, block in enumerate(held.blocks):
                 if block in place:
                     held.blocks[index] = place[block]
-                    self.table[number, index] = self._address(place[block])
+                    self.blocks[number, index] = self._address(place[block])
         for old, new in place.items():
             self._holders[new] = self._holders.pop(old)
         if place:
@@ -137,6 +140,14 @@ class KVCache:
         """
         missing = sum(sum(self._missing(number, count)) for number, count in cells.items())
         return self.live_blocks + missing
+
+    def has_room(self, sequence: int, cells: int) -> bool:
+        """Return whether `extend` by so many cells would take no block."""
+        held = self._open[sequence]
+        end = held.length + cells
+        if not 0 < cells <= len(held.blocks) * BLOCK_CELLS - held.length or end > self.context:
+            return False
+        return self._holders[held.blocks[held.length // BLOCK_CELLS]] == 1
 
     def is_open(self, sequence: int) -> bool:
         """Return whether there is such a sequence."""
@@ -272,7 +283,7 @@ class KVCache:
         blocks = self._open[sequence].blocks
         blocks[index : index + 1] = [block]
         self._holders[block] += 1
-        self.table[sequence, index] = self._address(block)
+        self.blocks[sequence, index] = self._address(block)
 
     def _let_go(self, block: int) -> None:
         self._holders[block] -= 1
@@ -283,7 +294,9 @@ class KVCache:
     def _drop_behind(self, sequence: int, count: int) -> None:
         """Keep the first `count` blocks of a sequence."""
         held = self._open[sequence]
-        self.table[sequence, count:] = 0
+        if count >= len(held.blocks):
+            return
+        self.blocks[sequence, count:] = 0
         for block in held.blocks[count:]:
             self._let_go(block)
         del held.blocks[count:]

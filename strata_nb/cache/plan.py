@@ -2,11 +2,17 @@
 
 The K/V comes first, experts take what is left: without a cell nothing runs, without a slot an
 expert is read in place. What does not fit is refused with the whole sum.
+
+A limit makes a device smaller: it counts as one of so many bytes, and all that is in use on it lies
+within them, whoever uses it. Who opened a context before cannot be told from other programs, so
+nothing is left out that might be ours.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from strata_nb.cache.kv_layout import BLOCK_CELLS, KVLayout
 from strata_nb.cache.slots import SlotLayout
@@ -19,11 +25,13 @@ class Needs:
     """Say what a device is to hold.
 
     dense_bytes     weights and buffers beside the ledger, still to be allocated
+    outside_bytes   that the driver will take for modules, graphs and page tables
     reserve_bytes   that stay free for others
     kv, kv_cells    the K/V and how many cells of it are there from the start, in all sequences
     kv_most_cells   that it may ever have: addresses are reserved for them
     slots           of experts; None where none are kept (a dense model, experts read in place)
     slots_wanted    None: as many as there is room for
+    limit_bytes     that the device counts as having; None: all that it has
     """
 
     dense_bytes: int
@@ -33,6 +41,13 @@ class Needs:
     kv_most_cells: int
     slots: SlotLayout | None
     slots_wanted: int | None = None
+    outside_bytes: int = 0
+    limit_bytes: int | None = None
+
+    @property
+    def beside_bytes(self) -> int:
+        """What is taken beside the ledger."""
+        return self.dense_bytes + self.outside_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +77,7 @@ class Plan:
     capacity        chunks that the ledger may ever have: what is asked for, or what the device
                     beside dense weights holds, also where others have a part of it now
     start           what is mapped at the start
+    in_use_bytes    of the device before anything was taken: contexts, other programs
     kv_reach        chunks that the K/V can grow to beside the floor, as others are now
     most_slots      that there may ever be
     floor_chunks    of the arena that hold one slot a layer
@@ -72,6 +88,7 @@ class Plan:
     chunk_bytes: int
     capacity: int
     start: Holdings
+    in_use_bytes: int
     kv_reach: int
     most_slots: int
     floor_chunks: int
@@ -83,22 +100,49 @@ class Plan:
         return -(-blocks * self.needs.kv.block_bytes // self.chunk_bytes)
 
 
+class Memory(NamedTuple):
+    """Say how much memory a device has, within a limit.
+
+    free_bytes     below 0 where more than the limit is in use
+    total_bytes    the limit, or all
+    device_bytes   all
+    """
+
+    free_bytes: int
+    total_bytes: int
+    device_bytes: int
+
+    @property
+    def in_use_bytes(self) -> int:
+        """What is in use, whoever uses it."""
+        return self.total_bytes - self.free_bytes
+
+
+def memory_within(driver: MemoryDriver, device: int, limit_bytes: int | None) -> Memory:
+    """Look at a device's memory as if there were `limit_bytes` at most; raises DriverError."""
+    free, total = driver.mem_info(device)
+    beyond = 0 if limit_bytes is None else max(0, total - limit_bytes)
+    return Memory(free - beyond, total - beyond, total)
+
+
 def plan_device(driver: MemoryDriver, device: int, needs: Needs) -> Plan:
     """Plan for what is free on a device now; raises ConfigError where the needs do not fit.
 
     Chunks are sized for what the ledger can ever hold, so that a small model has small ones.
     """
-    free_bytes, total_bytes = driver.mem_info(device)
+    free_bytes, total_bytes, _ = memory_within(driver, device, needs.limit_bytes)
     most_bytes = needs.kv.bytes_for(needs.kv_most_cells)
     if needs.slots is not None:
         most_bytes += needs.slots.bytes_of(needs.slots.full_slots)
-    ledger_bytes = min(most_bytes, free_bytes - needs.dense_bytes - needs.reserve_bytes)
+    ledger_bytes = min(most_bytes, free_bytes - needs.beside_bytes - needs.reserve_bytes)
     chunk_bytes = choose_chunk_bytes(driver, device, max(1, ledger_bytes))
     return plan_capacity(needs, free_bytes, total_bytes, chunk_bytes)
 
 
 def plan_capacity(needs: Needs, free_bytes: int, total_bytes: int, chunk_bytes: int) -> Plan:
     """Divide `free_bytes` of a device: dense weights, reserve, K/V, and slots for the rest.
+
+    Both sizes are within the limit, see `memory_within`.
 
     The floor is one expert slot a layer. ConfigError with the whole sum where the needs, or the
     floor, or the slots that were asked for do not fit.
@@ -116,9 +160,9 @@ def plan_capacity(needs: Needs, free_bytes: int, total_bytes: int, chunk_bytes: 
         )
     kv = chunks(needs.kv.bytes_for(needs.kv_cells))
     arena = chunks(slots.bytes_of(least)) if slots is not None else 0
-    room = max(0, free_bytes - needs.dense_bytes - needs.reserve_bytes) // chunk_bytes
+    room = max(0, free_bytes - needs.beside_bytes - needs.reserve_bytes) // chunk_bytes
     if kv + arena > room:
-        raise _does_not_fit(needs, free_bytes, chunk_bytes, kv, arena, least)
+        raise _does_not_fit(needs, free_bytes, total_bytes, chunk_bytes, kv, arena, least)
     if slots is not None and needs.slots_wanted is None:
         least = slots.slots_within((room - kv) * chunk_bytes)
         arena = chunks(slots.bytes_of(least))
@@ -128,12 +172,13 @@ def plan_capacity(needs: Needs, free_bytes: int, total_bytes: int, chunk_bytes: 
         floor = chunks(slots.bytes_of(slots.layers))
     kv_chunks = chunks(needs.kv.bytes_for(needs.kv_most_cells))
     arena_chunks = chunks(slots.bytes_of(most_slots)) if slots is not None else 0
-    beside_dense = max(0, total_bytes - needs.dense_bytes) // chunk_bytes
+    beside_dense = max(0, total_bytes - needs.beside_bytes) // chunk_bytes
     return Plan(
         needs,
         chunk_bytes,
         capacity=min(beside_dense, kv_chunks + arena_chunks),
         start=Holdings(experts=arena, kv=kv),
+        in_use_bytes=total_bytes - free_bytes,
         kv_reach=min(kv_chunks, room - floor),
         most_slots=most_slots,
         floor_chunks=floor,
@@ -142,21 +187,52 @@ def plan_capacity(needs: Needs, free_bytes: int, total_bytes: int, chunk_bytes: 
     )
 
 
+def sum_refusal(
+    title: str, parts: Sequence[tuple[int, str]], there: tuple[int, str], hint: str
+) -> ConfigError:
+    """Make a refusal that shows a sum.
+
+    parts   bytes that are needed, and what for
+    there   bytes that there are, and which
+    """
+    needed, (there_bytes, _) = sum(size for size, _ in parts), there
+    lines = [
+        *(part for part in parts if part[0]),
+        (needed, "needed"),
+        there,
+        (needed - there_bytes, "missing"),
+    ]
+    text = "\n".join(f"{size:16,}  {name}" for size, name in lines)
+    return ConfigError(f"{title}, in bytes:\n{text}", hint=hint)
+
+
 def _does_not_fit(
-    needs: Needs, free_bytes: int, chunk_bytes: int, kv: int, arena: int, slots: int
+    needs: Needs,
+    free_bytes: int,
+    total_bytes: int,
+    chunk_bytes: int,
+    kv: int,
+    arena: int,
+    slots: int,
 ) -> ConfigError:
     """Make the refusal: every line of the sum, and what would make it smaller."""
     parts = [
         (needs.dense_bytes, "dense weights and buffers"),
+        (needs.outside_bytes, "driver, modules and graphs"),
         (needs.reserve_bytes, "kept free for others"),
         (kv * chunk_bytes, f"K/V of {needs.kv_cells:,} cells"),
         (arena * chunk_bytes, f"{slots:,} expert slots"),
     ]
+    there = (free_bytes, "free on the device")
+    is_limited = needs.limit_bytes == total_bytes  # and not more than there is
+    if is_limited:
+        parts.insert(0, (total_bytes - free_bytes, "in use before: the context, other programs"))
+        there = (total_bytes, "allowed by --vram-limit")
     needed = sum(size for size, _ in parts)
-    lines = [f"{size:16,}  {name}" for size, name in parts if size]
+    free_bytes, _ = there
     rest = free_bytes - (needed - kv * chunk_bytes)
     blocks = rest // chunk_bytes * chunk_bytes // needs.kv.block_bytes
-    unrounded = needs.dense_bytes + needs.reserve_bytes + needs.kv.bytes_for(needs.kv_cells)
+    unrounded = needed - (kv + arena) * chunk_bytes + needs.kv.bytes_for(needs.kv_cells)
     floor = arena
     if needs.slots is not None:
         unrounded += needs.slots.bytes_of(slots)
@@ -173,16 +249,6 @@ def _does_not_fit(
         hint = f"give --vram-reserve-mib {most} or less"
     else:
         mib = -(-needed // (1 << 20))
-        hint = f"a device of {mib:,} MiB or more, a smaller --ctx-size, or a smaller file"
-    return ConfigError(
-        "\n".join(
-            [
-                "the model does not fit, in bytes:",
-                *lines,
-                f"{needed:16,}  needed",
-                f"{free_bytes:16,}  free on the device",
-                f"{needed - free_bytes:16,}  missing",
-            ]
-        ),
-        hint=hint,
-    )
+        device = f"--vram-limit {mib}MiB" if is_limited else f"a device of {mib:,} MiB"
+        hint = f"{device} or more, a smaller --ctx-size, or a smaller file"
+    return sum_refusal("the model does not fit", parts, there, hint)

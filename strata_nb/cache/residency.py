@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb.cache.experts import ExpertArena, Tier
-from strata_nb.cache.policy import Heat, Maker, Ranks
+from strata_nb.cache.policy import Heat, Maker, Moves, Ranks
 from strata_nb.errors import DeviceLost, DriverError
 
 
@@ -29,20 +29,22 @@ class Residency:
         self._say = say
         self._failing = False  # since the last copy: then it was said
         self._counted = arena.use.copy()  # the use that policies know of
+        self._unseen_rows = 0  # tokens that they do not know of
         classes = np.array(layout.class_of_layer)
         self._layers = [np.flatnonzero(classes == number) for number in range(len(layout.classes))]
         self._policies = [make(ranks[layers]) for layers in self._layers]
 
     def after(self, rows: int) -> None:
-        """Move experts after a step of `rows` tokens; all work that read slots has ended.
+        """Move experts after a step of `rows` tokens: `decide`, then `carry_out`."""
+        self.carry_out(self.decide(rows))
 
-        No answer needs this: where a copy fails, who left has left and nobody came, and a line says
-        so, one until copies succeed again. Raises DeviceLost.
+    def decide(self, rows: int) -> Moves:
+        """Tell the policies of a step of `rows` tokens; return what they want, of all layers.
+
+        `arena.use` counts the step. Nothing moves: later steps may be running.
         """
         arena = self._arena
-        used = arena.use - self._counted
-        self._counted += used
-        np.minimum(used, rows, out=used)  # a step that is repeated after an error counts once
+        used, rows = self._news(rows)
         evicted: list[tuple[int, int]] = []
         inserted: list[tuple[int, int]] = []
         for layers, policy in zip(self._layers, self._policies, strict=True):
@@ -50,12 +52,28 @@ class Residency:
             moves = policy.after(used[layers], rows, resident, self._slots(layers))
             evicted += [(int(layers[layer]), expert) for layer, expert in moves.evicted]
             inserted += [(int(layers[layer]), expert) for layer, expert in moves.inserted]
-        for layer, expert in evicted:
-            arena.evict(layer, expert)
-        if evicted:
-            arena.reclaim()
-        if inserted:
-            self._insert(inserted)
+        return Moves(evicted, inserted)
+
+    def carry_out(self, moves: Moves) -> None:
+        """Move experts as was decided last; all work that read slots has ended.
+
+        No answer needs this: where a copy fails, who left has left and nobody came, and a line says
+        so, one until copies succeed again. Raises DeviceLost.
+        """
+        for layer, expert in moves.evicted:
+            self._arena.evict(layer, expert)
+        if moves.evicted:
+            self._arena.reclaim()
+        if moves.inserted:
+            self._insert(moves.inserted)
+
+    def pass_over(self, rows: int) -> None:
+        """Note a step of which policies need not know yet: every expert has a slot.
+
+        They hear of all such steps together, as of one, when somebody asks them; `arena.use` may be
+        behind until then.
+        """
+        self._unseen_rows += rows
 
     def heat(self) -> Heat:
         """Return the place of each expert (layers, experts) among those of its size, coldest first.
@@ -63,12 +81,23 @@ class Residency:
         The policy says who is colder. Those that are the same to it are in the order of the arena's
         own heat, which is use, then the profile; those that are the same to both have one place.
         """
+        if self._unseen_rows:
+            self.decide(0)  # where every expert has a slot, nobody comes or leaves
         places = np.empty(self._arena.use.shape)
         own = self._arena.heat()
         for layers, policy in zip(self._layers, self._policies, strict=True):
             heat = policy.heat()
             places[layers] = _places(heat.ravel(), own[layers].ravel()).reshape(heat.shape)
         return places
+
+    def _news(self, rows: int) -> tuple[npt.NDArray[np.int64], int]:
+        """Return the use that policies have not heard of, and of how many tokens it is."""
+        rows += self._unseen_rows
+        self._unseen_rows = 0
+        used = self._arena.use - self._counted
+        self._counted += used
+        np.minimum(used, rows, out=used)  # a step that is repeated after an error counts once
+        return used, rows
 
     def _insert(self, experts: list[tuple[int, int]]) -> None:
         """Copy experts to free slots, as many as find one, and count those."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -112,9 +113,17 @@ def _utf8(name: str, text: str) -> str:
 class Arguments:
     """Hold the parsed arguments of one command; a getter returns None for what was not given."""
 
-    def __init__(self, command: str, values: Mapping[str, object]) -> None:
+    def __init__(
+        self, command: str, values: Mapping[str, object], words: Sequence[str] = ()
+    ) -> None:
         self.command = command
         self._values = values
+        self._words = words
+
+    @property
+    def line(self) -> str:
+        """The command line, as a shell reads it."""
+        return shlex.join(["strata_nb", *self.command.split(), *self._words])
 
     def text(self, name: str) -> str | None:
         """Return the words given for `name`, refusing bytes that are not UTF-8."""
@@ -189,14 +198,14 @@ def parse(command: str, usage: str, argv: Sequence[str]) -> Arguments:
     """Parse `argv` (the words after the command) against `usage`; mistakes raise ConfigError."""
     words = _normalise(argv, options_of(usage), command)
     try:
-        values = docopt.docopt(usage, argv=[command, *words], default_help=False)
+        values = docopt.docopt(usage, argv=[*command.split(), *words], default_help=False)
     except docopt.DocoptExit:
         plain = re.search(rf"^ +strata_nb {command} *(.*)$", usage, re.MULTILINE)
         raise ConfigError(
             f"these arguments do not fit `strata_nb {command}`",
             hint=f"write: strata_nb {command} {plain[1] if plain else ''}".rstrip(),
         ) from None
-    return Arguments(command, values)
+    return Arguments(command, values, argv)
 
 
 def _given(**fields: object) -> dict[str, Any]:
@@ -222,6 +231,7 @@ def options_from(arguments: Arguments, model: str | None = None) -> Options:
             cache_type_v=arguments.text("--cache-type-v"),
             expert_cache=arguments.text("--expert-cache"),
             vram_reserve_mib=arguments.integer("--vram-reserve-mib"),
+            vram_limit=arguments.size_bytes("--vram-limit"),
             vram_elastic=arguments.flag("--vram-elastic"),
             kv_grow=grows if grows or fixed else None,
             kv_grow_init=arguments.integer("--kv-grow-init"),

@@ -1,171 +1,227 @@
-"""`strata_nb bench policy`: replay recorded routes against policies, and print a table."""
+"""`strata_nb bench`: measure how fast prompts are read and tokens written.
+
+Names and meanings are llama-bench's. What it does not say is how far a rate is from what the
+machine could do: a token that is written reads weights and K/V once, so bytes a second are compared
+with a plain read of the same memory in the same run.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
+import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from strata_nb.cache import policy
-from strata_nb.cache.profile import Profile, load_profile, rank_by_use
-from strata_nb.cache.replay import Outcome, Routes, optimum, replay
-from strata_nb.cache.routing import count_use, load_trace
-from strata_nb.commands.arguments import Arguments
-from strata_nb.errors import ConfigError
-from strata_nb.models.description import bytes_text
-from strata_nb.options import check_swaps
+from strata_nb.commands.arguments import Arguments, options_from
+from strata_nb.commands.bench_report import Case, Outcome, Run, as_json, as_tables
+from strata_nb.commands.figures import memory_stats
+from strata_nb.commands.opening import open_engine
+from strata_nb.commands.terminal import note, progress_bar
+from strata_nb.engine import Engine, Session
+from strata_nb.errors import ConfigError, StrataError, UnsupportedDevice
+from strata_nb.options import REFERENCE, Sampling
 
-Read = TypeVar("Read")
+if TYPE_CHECKING:
+    from strata_nb.plain_read import PlainRead
+    from strata_nb.progress import Progress
 
-BUDGETS = "10,25,50"
-OPTIMUM = "optimum"
-
-
-class Case(NamedTuple):
-    """Routes that are replayed, and the profile that slots are filled from before."""
-
-    name: str
-    routes: Routes
-    experts: int
-    profile: Profile
-    learned_from: str
-
-
-class Line(NamedTuple):
-    """What a policy did with a budget, in percent of all experts."""
-
-    budget: float
-    slots: int
-    policy: str
-    outcome: Outcome
+PROMPT, GENERATED, DEPTH, REPETITIONS = "512", "128", "0", 5
+_MOST_TOKENS = 2**31 - 1
+_REPORTS: dict[str, Callable[[Run], str]] = {"md": as_tables, "json": as_json}
 
 
 def run(arguments: Arguments) -> int:
-    """Run the command; returns 0."""
-    budgets = _budgets(arguments.text("--budgets"))
-    slot_bytes = arguments.size_bytes("--slot-bytes")
-    makers = policies(arguments)
-    worst: list[tuple[float, str]] = []
-    for number, path in enumerate(arguments.paths("TRACE")):
-        case = _case(path, arguments)
-        if number:
-            print()
-        print(_title(case))
-        print(f"{'slots':>14}  policy    hits  to optimum  {'over the link':>15}  {'to slots':>12}")
-        for budget in budgets:
-            lines = list(measure(case, budget, makers))
-            for line in lines:
-                print(_text(line, lines[-1].outcome, slot_bytes))
-            worst.append((_lead(lines), f"{path} at {budget:g}%"))
-    lead, where = min(worst)
-    print(f"\ninsert against the better of static and lru: {lead:+.2f} points at worst ({where})")
+    """Run the command; returns 0. The report goes to stdout."""
+    cases = _cases(arguments)
+    repetitions = arguments.integer("--repetitions")
+    repetitions = REPETITIONS if repetitions is None else repetitions
+    if not 1 <= repetitions <= _MOST_TOKENS:
+        raise ConfigError(f"--repetitions {repetitions}: not usable", hint="1 or more")
+    seed = arguments.integer("--seed") or 0
+    if seed < 0:
+        raise ConfigError(f"--seed {seed}: not usable", hint="0 or more")
+    form = arguments.text("--output") or "md"
+    if form not in _REPORTS:
+        raise ConfigError(f"--output {form}: not known", hint="give md or json")
+    profiles = arguments.flag("--profile")
+    with open_engine(arguments, ctx_size=_context(arguments, cases)) as engine:
+        if profiles and not engine.device.startswith("cuda"):
+            raise UnsupportedDevice(
+                f"--profile: the device {engine.device} has no graphs to look into",
+                hint="--device cuda has",
+            )
+        done = Run.of(engine, options_from(arguments), arguments.line, _plain_read(engine))
+        total = len(cases) * (repetitions + 1)
+        with (
+            _reported(done, len(cases), _REPORTS[form]),
+            progress_bar("measuring", unit="runs") as progress,
+        ):
+            bench = Bench(engine, repetitions, seed, profiles, _counted(progress, total))
+            for outcome in bench.outcomes(cases):
+                done.outcomes.append(outcome)
     return 0
 
 
-def policies(arguments: Arguments) -> dict[str, policy.Maker]:
-    """Return the policies by name, in the order of the table; the swaps are as the flags say."""
-    every = arguments.integer("--adapt-every")
-    swaps = arguments.integer("--adapt-swaps")
-    decay = arguments.real("--adapt-decay")
-    check_swaps(every, swaps, decay)
-    return {
-        "static": policy.static,
-        "lru": lambda ranks: policy.LeastRecent(*ranks.shape),
-        "lfu": lambda ranks: policy.LeastUsed(*ranks.shape),
-        "swap": policy.swaps(every, swaps, decay),
-        "insert": policy.Insertion,
-    }
-
-
-def measure(case: Case, budget: float, makers: dict[str, policy.Maker]) -> Iterator[Line]:
-    """Replay a trace with a budget against each policy, the optimum last."""
-    slots = int(case.profile.layers * case.experts * budget / 100)
-    ranks = case.profile.ranks()
-    for name, make in makers.items():
-        outcome = replay(case.routes, case.experts, make(ranks), slots, case.profile.order())
-        yield Line(budget, slots, name, outcome)
-    yield Line(budget, slots, OPTIMUM, optimum(case.routes, case.experts, slots))
-
-
-def _lead(lines: list[Line]) -> float:
-    """Return the lead of our policy over the better of those that anybody would take, in points."""
-    rates = {line.policy: 100 * line.outcome.hit_rate for line in lines}
-    return rates["insert"] - max(rates["static"], rates["lru"])
-
-
-def _text(line: Line, best: Outcome, slot_bytes: int | None) -> str:
-    def size(experts: float) -> str:
-        return f"{experts:.2f}" if slot_bytes is None else bytes_text(round(experts * slot_bytes))
-
-    outcome = line.outcome
-    gap = f"{100 * (outcome.hit_rate - best.hit_rate):+.1f}" if line.policy != OPTIMUM else ""
-    return (
-        f"{line.budget:5g}% {line.slots:7,}  {line.policy:7} {outcome.hit_rate:6.1%}  {gap:>10}  "
-        f"{size(outcome.moved_a_token):>15}  {size(outcome.written_a_token):>12}"
-    )
-
-
-def _title(case: Case) -> str:
-    tokens, layers, top_k = case.routes.shape
-    return (
-        f"{case.name}: {tokens:,} tokens of {layers} layers, {top_k} of {case.experts} experts; "
-        f"profile of {case.learned_from}; what is moved is a token's"
-    )
-
-
-def _read(load: Callable[[], Read], path: str) -> Read:
+@contextmanager
+def _reported(done: Run, cases: int, report: Callable[[Run], str]) -> Iterator[None]:
+    """Print what was measured in the block, also where it was interrupted or failed half way."""
     try:
-        return load()
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}", hint="check the name and the permissions"
-        ) from None
+        yield
+    finally:
+        if done.outcomes:
+            if len(done.outcomes) < cases:
+                note(f"stopped after {len(done.outcomes)} of {cases} tests")
+            print(report(done))
+            sys.stdout.flush()
 
 
-def _case(path: str, arguments: Arguments) -> Case:
-    routes = _read(lambda: load_trace(path), path)
-    learn, given = arguments.path("--learn"), arguments.path("--expert-profile")
-    if learn is not None and given is not None:
-        raise ConfigError("--learn and --expert-profile: both given", hint="give one of them")
-    learned = _read(lambda: load_trace(str(learn)), str(learn)) if learn is not None else None
-    if learned is not None and learned.shape[1:] != routes.shape[1:]:
-        raise ConfigError(
-            f"--learn {learn}: (layers, top-k) {learned.shape[1:]}, of {path} {routes.shape[1:]}",
-            hint="give a trace of the same model",
+class Bench:
+    """Run cases on an engine.
+
+    repetitions   of each that count
+    profiles      whether the last token of each case that writes is looked into
+    done          called after each run
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        repetitions: int,
+        seed: int,
+        profiles: bool,
+        done: Callable[[], None],
+    ) -> None:
+        self._engine, self._repetitions, self._profiles = engine, repetitions, profiles
+        self._done = done
+        self._random = np.random.default_rng(seed)
+        every = np.arange(engine.description.vocab_size)
+        self._tokens = np.setdiff1d(every, list(engine.tokenizer.end_ids))
+
+    def outcomes(self, cases: list[Case]) -> Iterator[Outcome]:
+        """Run the cases, which come by depth: those of one depth share what is before them."""
+        for depth in dict.fromkeys(case.depth for case in cases):
+            with self._engine.open_session() as session:
+                if depth:
+                    session.extend(self._ids(depth))
+                for case in cases:
+                    if case.depth == depth:
+                        yield self._outcome(session, case)
+
+    def _outcome(self, session: Session, case: Case) -> Outcome:
+        once = self._write if case.writes else self._read
+        samples = []
+        for _ in range(1 + self._repetitions):  # the first may grow the K/V, and bring experts
+            session.rewind(case.depth)
+            samples.append(once(session, case.tokens))
+            self._done()
+        seconds, memory = tuple(samples[1:]), memory_stats(self._engine.describe())
+        if not case.writes or self._engine.device == REFERENCE:
+            return Outcome(case, seconds, memory)
+        end = case.depth + case.tokens  # cells that the last token sees
+        read_bytes = [self._engine.step_bytes(cells) for cells in (case.depth + 1, end)]
+        profile = self._engine.profile(end) if self._profiles else None
+        return Outcome(case, seconds, memory, sum(read_bytes) // 2, profile)
+
+    def _read(self, session: Session, tokens: int) -> float:
+        """Return the seconds of reading a prompt."""
+        ids = self._ids(tokens)
+        started = time.perf_counter()
+        session.extend(ids)
+        return time.perf_counter() - started
+
+    def _write(self, session: Session, tokens: int) -> float:
+        """Return the seconds of writing tokens, each of which takes one step.
+
+        The first step reads a token that was added before.
+        """
+        session.append(*self._ids(1))
+        started = time.perf_counter()
+        generation = session.generate(
+            max_tokens=tokens, sampling=Sampling(temperature=0), ignore_eos=True
         )
-    experts = _experts(path, routes, learned, arguments.integer("--experts"))
-    layers = routes.shape[1]
-    if given is not None:
-        profile = _read(lambda: load_profile(str(given), layers, experts), given)
-        return Case(path, routes, experts, profile, given)
-    if learned is not None:
-        return Case(path, routes, experts, rank_by_use(count_use(learned, experts)), str(learn))
-    half = len(routes) // 2
-    if not half:
-        raise ConfigError(f"{path}: one token, too few to learn from", hint="give --learn FILE")
-    profile = rank_by_use(count_use(routes[:half], experts))
-    return Case(path, routes[half:], experts, profile, f"the {half:,} tokens before")
+        for _ in generation:
+            pass
+        took = time.perf_counter() - started
+        if generation.refusal is not None:
+            raise generation.refusal
+        if generation.generated != tokens:
+            raise AssertionError(f"{generation.generated} of {tokens} tokens: {generation.finish}")
+        return took
+
+    def _ids(self, count: int) -> list[int]:
+        ids: list[int] = self._random.choice(self._tokens, count).tolist()
+        return ids
 
 
-def _experts(path: str, routes: Routes, learned: Routes | None, given: int | None) -> int:
-    """Return how many experts a layer has."""
-    named = 1 + max(int(some.max()) for some in (routes, learned) if some is not None)
-    if given is not None and not named <= given <= np.iinfo(np.int16).max + 1:
-        raise ConfigError(
-            f"--experts {given}: {path} names {named}", hint=f"give {named} or more, up to 32768"
+def _cases(arguments: Arguments) -> list[Case]:
+    """Return what is to be measured, by depth; ConfigError where that is nothing."""
+    lists = [
+        _numbers(arguments, flag, default)
+        for flag, default in (
+            ("--n-depth", DEPTH),
+            ("--n-prompt", PROMPT),
+            ("--n-gen", GENERATED),
         )
-    return named if given is None else given
+    ]
+    depths, prompts, generated = lists
+    cases = [
+        Case(writes, tokens, depth)
+        for depth in depths
+        for writes, counts in ((False, prompts), (True, generated))
+        for tokens in counts
+        if tokens
+    ]
+    if not cases:
+        raise ConfigError("nothing to measure: no prompt and nothing to write", hint="-n 128, say")
+    return cases
 
 
-def _budgets(given: str | None) -> list[float]:
-    text = BUDGETS if given is None else given
-    parts = text.split(",")
-    number = r"[0-9]{1,3}(\.[0-9]{1,6})?"
-    if not all(re.fullmatch(number, part) and float(part) <= 100 for part in parts):
+def _numbers(arguments: Arguments, flag: str, default: str) -> list[int]:
+    """Return the numbers of a list, each once."""
+    given = arguments.text(flag)
+    text = default if given is None else given
+    if not re.fullmatch(r"[0-9]{1,10}(,[0-9]{1,10})*", text, re.ASCII):
+        raise ConfigError(f"{flag} {text}: not numbers of tokens", hint=f"give {flag} 0,512")
+    numbers = [int(part) for part in text.split(",")]
+    if max(numbers) > _MOST_TOKENS:
+        raise ConfigError(f"{flag} {text}: too many tokens", hint=f"{_MOST_TOKENS} at most")
+    return list(dict.fromkeys(numbers))
+
+
+def _context(arguments: Arguments, cases: list[Case]) -> int:
+    """Return the cells of the K/V: as many as are asked for, or as the longest test needs."""
+    longest = max(cases, key=lambda case: case.cells)
+    given = options_from(arguments).ctx_size
+    if given is not None and given < longest.cells:
         raise ConfigError(
-            f"--budgets {text}: not shares of all experts in percent",
-            hint="give --budgets 10,25,50",
+            f"--ctx-size {given}: {longest.name} needs {longest.cells} cells",
+            hint=f"give --ctx-size {longest.cells} or more, or leave it out",
         )
-    return [float(part) for part in parts]
+    return longest.cells if given is None else given
+
+
+def _plain_read(engine: Engine) -> PlainRead | str:
+    """Return how fast the device's memory is read, or why that is not known."""
+    if engine.device == REFERENCE:
+        return "the reference device computes over float32 copies of the weights"
+    try:
+        return engine.plain_read()
+    except StrataError as error:
+        return error.message
+
+
+def _counted(progress: Progress | None, total: int) -> Callable[[], None]:
+    """Return what shows one run more each time that it is called."""
+    runs = 0
+
+    def done() -> None:
+        nonlocal runs
+        runs += 1
+        if progress is not None:
+            progress(runs, total)
+
+    return done

@@ -120,6 +120,8 @@ def run(arguments: Arguments) -> int:
                     stop=stops,
                     ignore_eos=arguments.flag("--ignore-eos"),
                 )
+                if generation.in_turn and arguments.flag("--verbose"):
+                    note(f"one token after the other: {generation.in_turn}")
                 with notes_later(engine):
                     answer = write_answer(generation, figures, figures.prompt_s - earlier_s)
                 messages = [*turn, {"role": "assistant", "content": answer}]

@@ -69,14 +69,17 @@ def cards(open_driver: Callable[[], CudaDriver], text: str | None = None) -> lis
 def _card(driver: CudaDriver, card: int) -> str:
     """Return what a card is, or why it cannot be used: the others may be usable all the same."""
     from strata_nb.cuda_table import version_text
+    from strata_nb.driver import OUTSIDE_BYTES, RESERVE_BYTES
 
     try:
         facts, (free, total) = driver.card_facts(card), driver.mem_info(card)
     except StrataError as error:
         return f"cannot be used: {error.message}"
     major, minor = facts.capability
+    room = max(0, free - OUTSIDE_BYTES - RESERVE_BYTES)
     return (
-        f"{facts.name}, {bytes_text(free)} of {bytes_text(total)} free, compute capability "
+        f"{facts.name}, {bytes_text(free)} of {bytes_text(total)} free, of which "
+        f"{bytes_text(room)} for weights, K/V and expert slots, compute capability "
         f"{major}.{minor}, driver for CUDA {version_text(driver.version)}"
     )
 

@@ -83,7 +83,10 @@ class Figures:
 
 
 def memory_stats(report: Report) -> dict[str, object]:
-    """Return the part of `--stats-json` about the devices' memory."""
+    """Return the part of `--stats-json` about the devices' memory.
+
+    limited_to_bytes   that --vram-limit leaves of device_bytes; 0 without one
+    """
     return {
         "slots": report.slots,
         "resident": report.resident,
@@ -92,6 +95,8 @@ def memory_stats(report: Report) -> dict[str, object]:
         "inserted_bytes": report.inserted_bytes,
         "kv_cells": report.kv_cells,
         "bytes_by_owner": report.bytes_by_owner,
+        "limited_to_bytes": sum(one.total_bytes or 0 for one in report.devices if one.limit_text),
+        "device_bytes": sum(one.device_bytes or 0 for one in report.devices),
     }
 
 
@@ -100,18 +105,27 @@ def device_lines(engine: Engine) -> list[str]:
     model, lines = engine.description, []
     for device in engine.describe().devices:
         sizes = {owner: bytes_text(size) for owner, size in device.bytes_by_owner.items()}
-        experts = model.layers * model.experts
-        parts = [f"weights and buffers {sizes['dense']}"]
-        parts.append(f"K/V {sizes['kv']} for {device.kv_cells:,} cells")
+        experts, cells = model.layers * model.experts, min(device.kv_cells, engine.ctx_size)
+        parts = []
         if device.slots:
-            parts.append(f"{device.slots:,} slots for {experts:,} experts {sizes['experts']}")
+            share = f"{100 * device.slots // experts}%, {sizes['experts']}"
+            parts.append(f"slots for {device.slots:,} of {experts:,} experts ({share})")
             if engine.expert_profile is not None:
                 parts.append(f"profile {engine.expert_profile.name}")
         elif experts:
             parts.append(f"{experts:,} experts read in place")
-        if device.free_bytes is not None:
-            parts.append(f"free {bytes_text(device.free_bytes)}")
-        lines.append(f"{device.name}: {', '.join(parts)}")
+        parts.append(f"K/V for {cells:,} of {engine.ctx_size:,} cells ({sizes['kv']})")
+        parts.append(f"weights and buffers {sizes['dense']}")
+        if device.bytes_by_owner.get("outside"):
+            parts.append(f"driver and other programs {sizes['outside']}")
+        if device.free_bytes is not None and device.total_bytes is not None:
+            free = f"{bytes_text(max(0, device.free_bytes))} of {bytes_text(device.total_bytes)}"
+            kept = f", {bytes_text(device.reserve_bytes)} of it kept for others"
+            parts.append(f"free {free}{kept if device.reserve_bytes else ''}")
+        if engine.off:
+            parts.append("off: " + ", ".join(engine.off))
+        name = ", ".join(filter(None, (device.name, device.limit_text)))
+        lines.append(f"{name}: {'; '.join(parts)}")
     return lines
 
 
@@ -128,8 +142,12 @@ def memory_text(engine: Engine, cells: int) -> str:
     if report.hit_rate is not None:
         hits = f"{report.hit_rate:.1%} hits with {report.resident:,} experts"
         moved = f"{report.inserted:,} inserted, {bytes_text(report.inserted_bytes)}"
-        return f"{text} · {hits} in {report.slots:,} slots, {moved}"
-    return f"{text} · experts read in place" if engine.description.experts else text
+        text += f" · {hits} in {report.slots:,} slots, {moved}"
+    elif engine.description.experts:
+        text += " · experts read in place"
+    return " · ".join(
+        [text, *(device.limit_text for device in report.devices if device.limit_text)]
+    )
 
 
 def write_json(path: Path | None, content: Mapping[str, object]) -> None:

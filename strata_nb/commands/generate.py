@@ -137,6 +137,8 @@ def run(arguments: Arguments) -> int:
                 stop=stops,
                 ignore_eos=arguments.flag("--ignore-eos"),
             )
+            if generation.in_turn and arguments.flag("--verbose"):
+                note(f"one token after the other: {generation.in_turn}")
             before = prompt.text if prompt.shown else ""
             with notes_later(engine):
                 if watched:

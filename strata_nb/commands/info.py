@@ -2,7 +2,8 @@
 
 What is in the file is shown of every file that is not damaged; why it cannot run comes last. The
 sums are arithmetic over the file's own sizes, not measurements: what the card must hold (dense
-weights, K/V of the context, a reserve), and how many experts fit into the rest.
+weights, K/V, what the driver takes, a reserve), and how many experts fit into the rest. Left out
+are the buffers of a step, and the context that the driver makes before anything is planned.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from strata_nb import cpu, models
+from strata_nb.cache.elastic import GrowthRules
 from strata_nb.commands.arguments import Arguments, options_from
+from strata_nb.driver import OUTSIDE_BYTES, RESERVE_BYTES
 from strata_nb.errors import ConfigError, FileFormatError
 from strata_nb.gguf import GGUFFile
 from strata_nb.models import Description
@@ -22,7 +25,6 @@ from strata_nb.text.vocabulary import read_vocabulary
 
 GIB = 2**30
 MIB = 2**20
-RESERVE_BYTES = 700 * MIB  # left free on a card for other programs and the driver's own needs
 CARDS_BYTES = tuple(gib * GIB for gib in (8, 12, 16, 24))
 SHOWN_VALUES = 6  # of an array
 USUAL_CACHE_TYPE = "f16"  # of a card; the float32 forward's own choice is f32
@@ -158,7 +160,7 @@ def sum_lines(
     kept = tensors_to_keep(file.tensors, usual_budget_bytes(available))
     yield from float32_lines(kept, *_kv(model, cells, options, "f32"), available)
     for card_bytes in cards_bytes:
-        yield from card_lines(model, kv_bytes, card_bytes)
+        yield from card_lines(model, cells, kv_bytes, card_bytes)
 
 
 def float32_lines(kept: Kept, kv_bytes: int, kv_text: str, available: int) -> Iterator[str]:
@@ -177,26 +179,37 @@ def float32_lines(kept: Kept, kv_bytes: int, kv_text: str, available: int) -> It
         yield from (f"  = slow: {warning}" for warning in kept.warnings)
 
 
-def card_lines(model: Description, kv_bytes: int, card_bytes: int) -> Iterator[str]:
+def card_lines(model: Description, cells: int, kv_bytes: int, card_bytes: int) -> Iterator[str]:
     """Yield what a card would hold, and how many experts fit into the rest."""
     yield f"a card of {bytes_text(card_bytes)}"
     yield _sum_line("- reserve", RESERVE_BYTES)
+    yield _sum_line("- driver", OUTSIDE_BYTES, "modules and graphs")
     yield _sum_line("- dense weights", model.dense_bytes)
     yield _sum_line("- K/V", kv_bytes)
-    left = card_bytes - RESERVE_BYTES - model.dense_bytes - kv_bytes
+    left = card_bytes - RESERVE_BYTES - OUTSIDE_BYTES - model.dense_bytes - kv_bytes
     if left < 0:
         yield _sum_line("= too small by", -left)
         return
     yield _sum_line("= left", left)
     if model.expert_bytes:
-        fitting = 0
-        for one in sorted(one for one in model.one_expert_bytes for _ in range(model.experts)):
-            left -= one
-            if left < 0:
-                break
-            fitting += 1
-        count = model.experts * model.layers
-        yield f"  experts that fit      {fitting} of {count} ({100 * fitting / count:.0f}%)"
+        yield f"  experts that fit      {_fitting_text(model, left)}"
+        init = GrowthRules.of(cells, None, None).init_cells
+        if init < cells:
+            more = kv_bytes * (cells - init) // cells
+            found = _fitting_text(model, left + more)
+            yield f"  as a run begins       {found}, with {init} cells, before the K/V grows"
+
+
+def _fitting_text(model: Description, left_bytes: int) -> str:
+    """Return how many experts fit into what is left, the smallest first."""
+    fitting = 0
+    for one in sorted(one for one in model.one_expert_bytes for _ in range(model.experts)):
+        left_bytes -= one
+        if left_bytes < 0:
+            break
+        fitting += 1
+    count = model.experts * model.layers
+    return f"{fitting} of {count} ({100 * fitting // count}%)"
 
 
 def _kv(model: Description, cells: int, options: Options, usual: str) -> tuple[int, str]:

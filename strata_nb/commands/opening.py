@@ -52,7 +52,8 @@ def _opened(
             warn(warning)
         if engine.device_reason and arguments.flag("--verbose"):
             note(f"device {engine.device}: {engine.device_reason}")
-        if engine.describe().slots or arguments.flag("--verbose"):
+        has_memory = any(one.free_bytes is not None for one in engine.describe().devices)
+        if has_memory or arguments.flag("--verbose"):
             for line in device_lines(engine):
                 note(line)
         if arguments.flag("--verbose"):

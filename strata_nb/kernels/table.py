@@ -52,8 +52,9 @@ def _kernel(name: str, arguments: str, axis: Axis | None = None) -> Kernel:
 
 _KERNELS = (
     # x[row] = row tokens[row] of weight (vocabulary, width): tokens int64 (rows,), x float32 (rows,
-    # width), to the bit what `formats.dequantise` gives.
-    _kernel("embed", "*rows *tokens *weight *x width vocabulary", "weights"),
+    # width), to the bit what `formats.dequantise` gives. A token -1 - n stands for drawn[n], int64:
+    # what the last `sample` drew, or token 0 where it could draw none; drawn 0: no such tokens.
+    _kernel("embed", "*rows *tokens *drawn *weight *x width vocabulary", "weights"),
     # Each row is cut into `parts` of `width` values, and each part divided by its root mean square
     # and multiplied by weight float32 (width,):
     #   out[row] = norm(x[index[row]])        index int64 (rows,), 0: row itself

@@ -39,6 +39,7 @@ class Description:
     tied_head         the embedding is also the head
     parameters        values in all tensors
     dense_bytes       of all tensors but the experts, as they lie in the file
+    embedding_bytes   of these, the embedding's
     expert_bytes      of all experts of all layers, as they lie in the file
     one_expert_bytes  of one expert (gate, up and down) of each layer
     """
@@ -67,8 +68,20 @@ class Description:
     tied_head: bool
     parameters: int
     dense_bytes: int
+    embedding_bytes: int
     expert_bytes: int
     one_expert_bytes: tuple[int, ...]
+
+    @property
+    def row_weight_bytes(self) -> int:
+        """Bytes of weights that a step of one row reads.
+
+        All dense ones, but a single row of an embedding that is not the head as well, and `top_k`
+        experts of each layer.
+        """
+        unread = 0 if self.tied_head else self.embedding_bytes * (self.vocab_size - 1)
+        experts = self.top_k * sum(self.one_expert_bytes)
+        return self.dense_bytes - unread // self.vocab_size + experts
 
     def check_context(self, cells: int) -> None:
         """Raise ConfigError for a K/V cache of `cells` that this model cannot use."""

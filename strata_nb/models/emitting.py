@@ -78,6 +78,13 @@ class Emitter:
             take(_WORD * max_rows),
             take(_WORD * head_rows),
         )
+        # What is sent for a window lies together, and what comes back.
+        self._choices = self._drawn = 0
+        if chooses_tokens:
+            self._choices = self._buffer("choices", CHOICE.itemsize * head_rows)
+            self._drawn = self._buffer("drawn", _WORD * head_rows)
+        for layer in range(len(places.experts)):
+            self._buffer(f"blk.{layer}.chosen", _WORD * model.top_k * max_rows)
         self._rows = self._record.rows
         self._x = take(_FLOAT * model.width * max_rows)
 
@@ -93,6 +100,7 @@ class Emitter:
             {
                 "rows": self._rows,
                 "tokens": self._record.tokens,
+                "drawn": self._drawn,
                 "weight": weight.address,
                 "x": self._x,
                 "width": self.model.width,
@@ -228,9 +236,8 @@ class Emitter:
         logits = self._floats("logits", self.model.vocab_size, rows)
         self._linear(h, name, logits)
         head, self._launches = tuple(self._launches), []
-        choices = drawn = 0
         if self._chooses_tokens:
-            choices, drawn = self._choice(logits)
+            self._choice(logits)
         return Programs(
             body,
             head,
@@ -239,21 +246,23 @@ class Emitter:
             self._record,
             tuple(self._chosen),
             logits,
-            choices,
-            drawn,
+            self._choices,
+            self._drawn,
             self._max_rows,
             rows,
         )
 
-    def _choice(self, logits: int) -> tuple[int, int]:
-        """Draw a token for each row of the head; return where the choices are, and the tokens."""
+    def _choice(self, logits: int) -> None:
+        """Draw a token for each row of the head."""
         vocabulary, rows = self.model.vocab_size, self._head_rows
-        choices = self._buffer("choices", CHOICE.itemsize * rows)
-        drawn = self._buffer("drawn", _WORD * rows)
         work = self._buffer("choice_work", 2 * _FLOAT * vocabulary * rows)
-        places = {"logits": logits, "choices": choices, "work": work, "chosen": drawn}
+        places = {
+            "logits": logits,
+            "choices": self._choices,
+            "work": work,
+            "chosen": self._drawn,
+        }
         self._add("sample", "choice", {"rows": self._rows, **places, "vocabulary": vocabulary})
-        return choices, drawn
 
     # What the parts are made of.
 

@@ -208,6 +208,7 @@ class Keys:
             tied_head="output.weight" not in self._file.tensors,
             parameters=sizes.parameters,
             dense_bytes=sizes.dense_bytes,
+            embedding_bytes=sizes.embedding_bytes,
             expert_bytes=sizes.expert_bytes,
             one_expert_bytes=sizes.one_expert_bytes,
         )

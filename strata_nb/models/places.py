@@ -116,11 +116,12 @@ class Programs(NamedTuple):
 
     layer_ends   launches of the body up to the end of each layer: where it may be cut
     chosen       for each layer the address of int64 (rows, top_k): the experts that the rows of the
-                 last step used
+                 last step used. One behind the other
     logits       address of float32 (head rows, vocabulary)
     choices      address of a record (`kernels/choices.py`) for each head row, which the caller
-                 writes before `choice`; 0 where there is none
-    drawn        address of int64 (head rows,): the tokens that `choice` drew; 0 as well
+                 writes before `choice`; 0 where there is none. Close behind the step's record
+    drawn        address of int64 (head rows,): the tokens that `choice` drew, which `body` reads
+                 where the record says so; 0 as well
     """
 
     body: Program
@@ -134,3 +135,8 @@ class Programs(NamedTuple):
     drawn: int
     max_rows: int
     head_rows: int
+
+    @property
+    def window(self) -> Program:
+        """A whole window, whose rows all have a token drawn for them, as one program."""
+        return self.body + self.head + self.choice

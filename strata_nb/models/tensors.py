@@ -156,6 +156,7 @@ class TensorSizes:
 
     parameters: int
     dense_bytes: int
+    embedding_bytes: int
     expert_bytes: int
     one_expert_bytes: tuple[int, ...]
 
@@ -164,6 +165,7 @@ class TensorSizes:
         """Return the sizes; `experts` per layer, 0 in a dense model."""
         tensors = file.tensors
         expert_bytes = sum(info.size_bytes for info in tensors.values() if is_expert(info.name))
+        embedding = tensors.get("token_embd.weight")
         total_bytes = sum(info.size_bytes for info in tensors.values())
         one_expert_bytes = tuple(
             sum(
@@ -176,6 +178,7 @@ class TensorSizes:
         return cls(
             parameters=sum(values_in(info) for info in tensors.values()),
             dense_bytes=total_bytes - expert_bytes,
+            embedding_bytes=embedding.size_bytes if embedding is not None else 0,
             expert_bytes=expert_bytes,
             one_expert_bytes=one_expert_bytes,
         )

@@ -10,29 +10,35 @@ behind them is not written: keys that are normalised and not yet rotated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.combining import ARGUMENTS as COMBINE
 from strata_nb.kernels.gpu.combining import combine_kernel
-from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
-from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.preparing import ARGUMENTS as PREPARE
 from strata_nb.kernels.gpu.preparing import normed_by_a_warp, prepare_kernel
 from strata_nb.kernels.program import Launch
-
-Made = tuple[GpuKernel, str, Mapping[str, int], tuple[str, ...]]
-"""A kernel, a label, arguments by name, their kinds: of a `CardLaunch`."""
 
 
 class Fused(NamedTuple):
     """Hold what is launched, and how many launches of the program that stands for."""
 
-    made: Sequence[Made]
+    made: Sequence[CardLaunch]
     taken: int
 
 
-def fused_attention(program: Sequence[Launch], start: int) -> Fused | None:
+def with_runs(program: Sequence[Launch]) -> Iterator[Launch | CardLaunch]:
+    """Yield launches, with those of each layer's attention as a card has them."""
+    number = 0
+    while number < len(program):
+        fused = _fused(program, number)
+        yield from fused.made if fused else program[number : number + 1]
+        number += fused.taken if fused else 1
+
+
+def _fused(program: Sequence[Launch], start: int) -> Fused | None:
     """Return what a card launches for the launches from `start` on, None if they are no part of
     attention that is launched otherwise."""
     first = program[start]
@@ -50,8 +56,7 @@ def fused_attention(program: Sequence[Launch], start: int) -> Fused | None:
 
 def _attention(program: Sequence[Launch], start: int) -> Fused:
     one = program[start]
-    given, kernel = arguments_of(one), gpu_kernel(one)
-    assert kernel is not None  # noqa: S101 - every variant has one
+    given = arguments_of(one)
     heads, length = given["heads"], given["value_length"]
     packed = 0
     if length % 32 == 0 and start + 1 < len(program) and program[start + 1].kernel == "quantise":
@@ -60,17 +65,16 @@ def _attention(program: Sequence[Launch], start: int) -> Fused:
         if is_of_these and (after["times"], after["values"]) == (1, heads * length):
             packed = after["packed"]
     values = {**given, "packed": packed}
-    combine = (
+    combine = CardLaunch(
         combine_kernel(length),
         f"{one.label}.combine",
         {name: values[name] for name, _ in COMBINE},
         tuple(kind for _, kind in COMBINE),
     )
-    attention = kernel, one.label, given, tuple(argument_kinds(one))
-    return Fused([attention, combine], 2 if packed else 1)
+    return Fused([card_launch(one), combine], 2 if packed else 1)
 
 
-def _prepare(found: Sequence[Launch], *, normed: bool) -> Made | None:
+def _prepare(found: Sequence[Launch], *, normed: bool) -> CardLaunch | None:
     """Return the launch of `prepare` in place of those of the table, None where they do not fit."""
     *norms, rope, store = (arguments_of(one) for one in found)
     shared = ("rows", "positions", "table", "planes", "halves")
@@ -111,4 +115,4 @@ def _prepare(found: Sequence[Launch], *, normed: bool) -> Made | None:
     kernel = prepare_kernel(*variant, store["key_length"], store["value_length"])
     arguments = {name: values[name] for name, _ in PREPARE}
     label = found[-1].label.replace("kv_append", "prepare")
-    return kernel, label, arguments, tuple(kind for _, kind in PREPARE)
+    return CardLaunch(kernel, label, arguments, tuple(kind for _, kind in PREPARE))

@@ -27,6 +27,8 @@ Function = Callable[..., Any]
 
 _NEWER = "a newer toolkit: pip install -U 'strata-nb[cuda]'"
 OLDEST = (7, 5)  # what PTX is made for
+_REGISTERS = 65_536  # of a multiprocessor, which its blocks share, on every card
+_SPARING = 80  # the first target that keeps to the registers that a kernel asks for
 _WORDS = {"address": "int64", "integer": "int64", "float": "float32"}
 
 
@@ -76,7 +78,8 @@ def ptx_code(kernel: GpuKernel, kinds: Sequence[str]) -> str:
     """
     numba = _numba()
     library, name = llvm_code(kernel.function, kinds)
-    numba.nvvm.set_launch_bounds(library.get_function(name), kernel.threads)
+    bounds = kernel.threads, max(1, _REGISTERS // (kernel.threads * kernel.registers))
+    numba.nvvm.set_launch_bounds(library.get_function(name), bounds)
     (text,) = library.get_asm_strs(cc=OLDEST)
     # Numba numbers what it compiles: without that the same kernel is the same code every time.
     text = re.sub(r".*_ZN08NumbaEnv.*\n", "", text).replace(name, kernel.name)
@@ -123,7 +126,13 @@ def link(ptx: str, target: str) -> Cubin:
 
 
 def _for_target(ptx: str, target: int) -> str:
-    """Return PTX with the instructions that a target has and the oldest has not."""
+    """Return PTX with the instructions that a target has and the oldest has not.
+
+    The oldest targets need more registers for the same code; there a kernel takes as many as a
+    block may have, and fewer blocks run beside each other.
+    """
+    if target < _SPARING:
+        ptx = re.sub(r"^\.minnctapersm.*\n", "", ptx, flags=re.MULTILINE)
     found = [int(since) for since in re.findall(SINCE.format(r"(\d+)"), ptx)]
     usable = [since for since in found if since <= target]
     for since in usable:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from strata_nb.formats import TensorType
+from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.floats import FLOATS
 from strata_nb.kernels.gpu.intrinsics import (
     block_x,
@@ -32,28 +33,43 @@ def embed_kernel(kind: TensorType) -> GpuKernel:
     return _plain(kind) if kind in UNPACKED else _packed(kind)
 
 
+def _reads(kind: TensorType) -> Callable[[Arguments, int], int]:
+    """Return what says how many bytes of the table a launch reads: a row for each row."""
+    return lambda arguments, rows: rows * row_bytes(kind, arguments["width"])
+
+
+def _token(tokens: Any, drawn: Any, row: Any) -> Any:
+    """Return the token of a row; where it is one that could not be drawn, any that there is."""
+    token = load_i64(tokens + 8 * row)
+    if token < 0:
+        token = load_i64(drawn + 8 * (-1 - token))
+    return token if token > 0 else i64(0)
+
+
 @cache
 def _plain(kind: TensorType) -> GpuKernel:
     size, one, _ = FLOATS[kind]
 
-    def embed(rows: int, tokens: int, weight: int, x: int, width: int, vocabulary: int) -> None:
+    def embed(
+        rows: int, tokens: int, drawn: int, weight: int, x: int, width: int, vocabulary: int
+    ) -> None:
         row = i64(block_y())
         column = THREADS * i64(block_x()) + i64(thread_index())
         if row < load_i64(rows) and column < width:
-            token = load_i64(tokens + 8 * row)
+            token = _token(tokens, drawn, row)
             found = one(weight + size * (token * width + column))
             store_f32(x + 4 * (row * width + column), found)
 
     def grid(arguments: Arguments, most_rows: int) -> Grid:
         return blocks_of(arguments["width"], THREADS), most_rows, 1
 
-    return GpuKernel(f"embed_{kind.name.lower()}", embed, THREADS, grid)
+    return GpuKernel(f"embed_{kind.name.lower()}", embed, THREADS, grid, reads=_reads(kind))
 
 
 @cache
 def _packed(kind: TensorType) -> GpuKernel:
     decode, offset, _, minima = decoder_of(kind)
-    row_bytes = row_bytes_of(kind)
+    bytes_of_row = row_bytes_of(kind)
 
     def store_four(place: int, quants: int, scale: Any, minimum: Any) -> None:
         """Write the values of a word of quants."""
@@ -64,15 +80,17 @@ def _packed(kind: TensorType) -> GpuKernel:
             place += 4
             shift -= 8
 
-    def embed(rows: int, tokens: int, weight: int, x: int, width: int, vocabulary: int) -> None:
+    def embed(
+        rows: int, tokens: int, drawn: int, weight: int, x: int, width: int, vocabulary: int
+    ) -> None:
         row = i64(block_y())
         s, sub_blocks = THREADS * i64(block_x()) + i64(thread_index()), width >> 5
         if row < load_i64(rows) and s < sub_blocks:
-            token = load_i64(tokens + 8 * row)
+            token = _token(tokens, drawn, row)
             member = token & GROUP_ROWS - 1
             first = token - member
             rows_in_group = min(vocabulary - first, GROUP_ROWS)
-            group = weight + first * row_bytes(sub_blocks)
+            group = weight + first * bytes_of_row(sub_blocks)
             a, b, c, d, e, f, g, h, low, high, low_minimum, high_minimum = decode(
                 group, rows_in_group, member, sub_blocks, s
             )
@@ -89,4 +107,4 @@ def _packed(kind: TensorType) -> GpuKernel:
     def grid(arguments: Arguments, most_rows: int) -> Grid:
         return blocks_of(arguments["width"] // SUB_BLOCK, THREADS), most_rows, 1
 
-    return GpuKernel(f"embed_{kind.name.lower()}", embed, THREADS, grid)
+    return GpuKernel(f"embed_{kind.name.lower()}", embed, THREADS, grid, reads=_reads(kind))

@@ -1,63 +1,65 @@
-"""`expert_gate_up` and `expert_down` of the table: the chosen experts of all rows.
+"""The chosen experts of all rows on a card: `expert_gate_up` and `expert_down` of `routed.py`.
 
-A card has no `expert_gather`: a block reads the row of its choice where it is, and rows that chose
-the same expert follow each other in the grid, so that what the first reads of its weights the
-others find in the card's cache. Nor are products of single experts kept: a block of `expert_down`
-owns eight values of one row, and adds up all experts of that row.
+A block of `expert_gate_up` has 32 outputs of one choice, a block of `expert_down` eight values of
+one row over all its experts: products of single experts are not kept, and nothing is added by two
+blocks. Blocks of the same outputs and other choices follow each other, so that of two rows with the
+same expert the second finds in the card's cache what the first has read.
 
-Which expert a choice belongs to follows from its place in the order of experts alone: it is the
-number of experts that end at that place or before.
+Both are bound by memory and short: a block asks for all of its weights as soon as it knows where
+they are, and then goes through them a tile at a time. `expert_down` knows before the launch before
+it has ended, because `route` was two launches ago.
+
+Of an expert without a slot nothing is asked for ahead: host memory is read once, by who uses it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from strata_nb.formats import TensorType
+from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.activations import quantise_sub_block
 from strata_nb.kernels.gpu.exponential import silu
 from strata_nb.kernels.gpu.floats import EIGHT, FLOATS, lane_product
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
+    await_previous,
     barrier,
     block_x,
     block_y,
     f32,
     fma,
+    i32,
     i64,
     load_f32,
     load_i64,
+    prefetch,
     shared_load_f32,
-    shared_load_i64,
     shared_store_f32,
-    shared_store_i64,
     store_f32,
     thread_index,
 )
 from strata_nb.kernels.gpu.operations import (
     Arguments,
+    Function,
     GpuKernel,
     Grid,
     blocks_of,
     warp_sum,
-    warp_sum_i32,
 )
-from strata_nb.kernels.gpu.products import (
-    WARP_SUB_BLOCKS,
-    row_bytes_of,
-    row_sum,
-    sub_block_product,
-)
+from strata_nb.kernels.gpu.products import row_bytes_of, row_sum
+from strata_nb.kernels.gpu.routing import IN_HOST_MEMORY
+from strata_nb.kernels.gpu.tiles import tile_product, tiles_of
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK, UNPACKED
 
-_WARPS = 8
-_THREADS = _WARPS * WARP
+_FLOAT_WARPS = 8  # of a block of floats
+_IN_SLOT = ~IN_HOST_MEMORY  # of a word of `blobs`, the address
 
 
-def expert_gate_up_kernel(gate: TensorType, up: TensorType, values: int) -> GpuKernel:
-    """Return `expert_gate_up` of the table for rows of so many values.
+def expert_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs: int) -> GpuKernel:
+    """Return `expert_gate_up` for rows of so many values and so many outputs.
 
     ValueError for a type that has no kernels on a card, or two that take rows of different forms.
     """
@@ -65,41 +67,28 @@ def expert_gate_up_kernel(gate: TensorType, up: TensorType, values: int) -> GpuK
         raise ValueError(f"gate and up of types {gate.name} and {up.name} take no common rows")
     if gate in UNPACKED:
         return _float_gate_up(gate, up, values % EIGHT == 0)
-    return _packed_gate_up(gate, up)
+    return _packed_gate_up(gate, up, values // SUB_BLOCK, outputs % GROUP_ROWS == 0)
 
 
-def expert_down_kernel(kind: TensorType, values: int) -> GpuKernel:
-    """Return `expert_down` of the table for a type and rows of so many values.
+def expert_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) -> GpuKernel:
+    """Return `expert_down` for a type, rows of so many values, and so many experts of each row.
 
     ValueError for a type that has no kernels on a card.
     """
-    return _float_down(kind, values % EIGHT == 0) if kind in UNPACKED else _packed_down(kind)
+    if kind in UNPACKED:
+        return _float_down(kind, values % EIGHT == 0)
+    return _packed_down(kind, values // SUB_BLOCK, outputs % GROUP_ROWS == 0, top_k)
 
 
-def _expert_at(starts: int, experts: int, place: int) -> Any:
-    """Return the expert whose choices `place` is among; the lanes of a warp search together."""
-    ended = i64(0)
-    expert = i64(thread_index()) & WARP - 1
-    while expert < experts:
-        if load_i64(starts + 8 * (expert + 1)) <= place:
-            ended += 1
-        expert += WARP
-    return i64(warp_sum_i32(ended))
+def _reads(*kinds: TensorType) -> Callable[[Arguments, int], int]:
+    """Return what says how many bytes of matrices a launch reads, of which each choice has one of
+    each type."""
 
+    def reads(arguments: Arguments, rows: int) -> int:
+        each = sum(row_bytes(kind, arguments["values"]) for kind in kinds)
+        return rows * arguments["top_k"] * arguments["outputs"] * each
 
-# -- gate and up -----------------------------------------------------------------------------------
-#
-# A block has 32 outputs of one choice. Its shared memory holds sums of parts, float32:
-#
-#     (gate and up, parts, 32 outputs)
-
-_GROUPS = SUB_BLOCK // GROUP_ROWS
-_PARTS = _WARPS // _GROUPS  # that the sum over a packed row is cut into
-_SUMS_BYTES = 4 * SUB_BLOCK
-
-
-def _gate_up_grid(arguments: Arguments, most_rows: int) -> Grid:
-    return most_rows * arguments["top_k"], blocks_of(arguments["outputs"], SUB_BLOCK), 1
+    return reads
 
 
 def _row_of(choice: int, top_k: int) -> Any:
@@ -109,6 +98,41 @@ def _row_of(choice: int, top_k: int) -> Any:
         row += 1
         end += top_k
     return row
+
+
+@cache
+def _bringer(kind: TensorType, sub_blocks: int, is_whole: bool) -> Function:
+    """Return a device function that asks for rows of a weight: bring(blob, place, rows).
+
+    blob   a word of `blobs`
+    place  of the first row, which begins a group, in the blob
+    """
+    row_bytes = row_bytes_of(kind)(sub_blocks)
+    in_sixteens = is_whole and GROUP_ROWS * row_bytes % 16 == 0
+
+    def bring(blob: int, place: int, rows: int) -> None:
+        if in_sixteens and blob & IN_HOST_MEMORY == 0:
+            prefetch(blob + place, i32(rows * row_bytes))
+
+    return bring
+
+
+def _of_shape(name: str, sub_blocks: int, is_whole: bool) -> str:
+    return f"{name}_{SUB_BLOCK * sub_blocks}{'' if is_whole else '_odd'}".lower()
+
+
+# -- gate and up -----------------------------------------------------------------------------------
+#
+# Shared memory holds sums of parts of a row, float32: (gate and up, parts, 32 outputs).
+
+_GROUPS = SUB_BLOCK // GROUP_ROWS
+_PARTS = 4  # that the tiles of a row are shared by
+_GATE_UP_THREADS = WARP * _GROUPS * _PARTS
+_SUMS_BYTES = 4 * SUB_BLOCK
+
+
+def _gate_up_grid(arguments: Arguments, most_rows: int) -> Grid:
+    return most_rows * arguments["top_k"], blocks_of(arguments["outputs"], SUB_BLOCK), 1
 
 
 def _finish_gate_up(
@@ -126,68 +150,94 @@ def _finish_gate_up(
         quantise_sub_block(value, lane, target, sub_blocks, number)
 
 
+def _sum_of_parts(place: int) -> Any:
+    total, part = shared_load_f32(place), 1
+    while part < _PARTS:
+        total += shared_load_f32(place + _SUMS_BYTES * part)
+        part += 1
+    return total
+
+
 @cache
-def _packed_gate_up(gate_kind: TensorType, up_kind: TensorType) -> GpuKernel:
-    """Return the kernel of packed weights: four groups of outputs, whose sums have two parts.
+def _packed_gate_up(
+    gate_kind: TensorType, up_kind: TensorType, sub_blocks: int, is_whole: bool
+) -> GpuKernel:
+    """Return the kernel of packed weights: four groups of outputs, whose sums have four parts.
+
+    is_whole   the last group has eight rows too
 
     Reads gate and up once for each choice, and its row, 1.5 bytes a value, for each group.
     """
-    add_gate, gate_bytes = sub_block_product(gate_kind), row_bytes_of(gate_kind)
-    add_up, up_bytes = sub_block_product(up_kind), row_bytes_of(up_kind)
+    gate_tile, up_tile = tile_product(gate_kind, sub_blocks), tile_product(up_kind, sub_blocks)
+    read_gate, add_gate = gate_tile
+    read_up, add_up = up_tile
+    gate_bytes = row_bytes_of(gate_kind)(sub_blocks)
+    up_bytes = row_bytes_of(up_kind)(sub_blocks)
+    bring_gate = _bringer(gate_kind, sub_blocks, is_whole)
+    bring_up = _bringer(up_kind, sub_blocks, is_whole)
+    tiles = tiles_of(sub_blocks)
 
     def expert_gate_up(
         rows: int,
-        starts: int,
-        members: int,
+        blobs: int,
         x: int,
-        gathered: int,
-        addresses: int,
         inner: int,
-        other: int,
         packed: int,
         gate_offset: int,
         up_offset: int,
-        experts: int,
         top_k: int,
         values: int,
         outputs: int,
         row_bytes: int,
     ) -> None:
-        choice = i64(block_x())
-        if choice >= load_i64(rows) * top_k:
-            return
+        choice, block = i64(block_x()), SUB_BLOCK * i64(block_y())
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
-        part = warp // _GROUPS
-        first = SUB_BLOCK * i64(block_y()) + GROUP_ROWS * (warp % _GROUPS)
+        number, part = warp & _GROUPS - 1, warp // _GROUPS
+        first, quarter = block + GROUP_ROWS * number, lane >> 3
+        of_row = x + row_bytes * _row_of(choice, top_k)
+        choices = load_i64(rows) * top_k
+        await_previous()
+        if choice >= choices:
+            return
+        word = load_i64(blobs + 8 * choice)
+        blob = word & _IN_SLOT
+        if thread == 0:
+            bring_gate(word, gate_offset + block * gate_bytes, min(outputs - block, SUB_BLOCK))
+        if thread == WARP:
+            bring_up(word, up_offset + block * up_bytes, min(outputs - block, SUB_BLOCK))
         gate, up = f32(0.0), f32(0.0)
         if first < outputs:
-            expert = _expert_at(starts, experts, choice)
-            blob = load_i64(addresses + 8 * expert)
-            of_row = x + row_bytes * _row_of(load_i64(members + 8 * choice), top_k)
-            sub_blocks, rows_in_group = values >> 5, min(outputs - first, GROUP_ROWS)
-            row = min(lane & GROUP_ROWS - 1, rows_in_group - 1)
-            of_gate = blob + gate_offset + first * gate_bytes(sub_blocks)
-            of_up = blob + up_offset + first * up_bytes(sub_blocks)
-            s = WARP_SUB_BLOCKS * part + (lane >> 3)
-            while s < sub_blocks:
-                gate = add_gate(gate, of_gate, rows_in_group, row, of_row, sub_blocks, s)
-                up = add_up(up, of_up, rows_in_group, row, of_row, sub_blocks, s)
-                s += WARP_SUB_BLOCKS * _PARTS
+            rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
+            row = lane & GROUP_ROWS - 1 if is_whole else min(lane & GROUP_ROWS - 1, rows_here - 1)
+            of_gate = blob + gate_offset + first * gate_bytes
+            of_up = blob + up_offset + first * up_bytes
+            tile = part
+            while tile < tiles:
+                gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
+                up_words = read_up(of_up, rows_here, row, quarter, tile)
+                gate = add_gate(gate, gate_words, of_row, quarter, tile)
+                up = add_up(up, up_words, of_row, quarter, tile)
+                tile += _PARTS
         gate, up = row_sum(gate), row_sum(up)
         if lane < GROUP_ROWS:
-            place = _SUMS_BYTES * part + 4 * (GROUP_ROWS * (warp % _GROUPS) + lane)
+            place = _SUMS_BYTES * part + 4 * (GROUP_ROWS * number + lane)
             shared_store_f32(place, gate)
             shared_store_f32(place + _SUMS_BYTES * _PARTS, up)
         barrier()
         if warp == 0:
-            gate = _part_sum(4 * lane)
-            up = _part_sum(4 * lane + _SUMS_BYTES * _PARTS)
+            gate = _sum_of_parts(4 * lane)
+            up = _sum_of_parts(4 * lane + _SUMS_BYTES * _PARTS)
             _finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
-    name = f"expert_gate_up_{gate_kind.name}_{up_kind.name}".lower()
+    name = _of_shape(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", sub_blocks, is_whole)
     return GpuKernel(
-        name, expert_gate_up, _THREADS, _gate_up_grid, lambda _: 8 * SUB_BLOCK * _PARTS
+        name,
+        expert_gate_up,
+        _GATE_UP_THREADS,
+        _gate_up_grid,
+        lambda _: 2 * _SUMS_BYTES * _PARTS,
+        reads=_reads(gate_kind, up_kind),
     )
 
 
@@ -199,33 +249,30 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
     """
     gate_product, gate_size = lane_product(gate_kind, in_eights), FLOATS[gate_kind].size_bytes
     up_product, up_size = lane_product(up_kind, in_eights), FLOATS[up_kind].size_bytes
-    each = SUB_BLOCK // _WARPS
+    each = SUB_BLOCK // _FLOAT_WARPS
 
     def expert_gate_up(
         rows: int,
-        starts: int,
-        members: int,
+        blobs: int,
         x: int,
-        gathered: int,
-        addresses: int,
         inner: int,
-        other: int,
         packed: int,
         gate_offset: int,
         up_offset: int,
-        experts: int,
         top_k: int,
         values: int,
         outputs: int,
         row_bytes: int,
     ) -> None:
         choice = i64(block_x())
-        if choice >= load_i64(rows) * top_k:
+        choices = load_i64(rows) * top_k
+        of_row = x + row_bytes * _row_of(choice, top_k)
+        await_previous()
+        if choice >= choices:
             return
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
-        blob = load_i64(addresses + 8 * _expert_at(starts, experts, choice))
-        of_row = x + row_bytes * _row_of(load_i64(members + 8 * choice), top_k)
+        blob = load_i64(blobs + 8 * choice) & _IN_SLOT
         number = each * warp
         last = min(number + each, outputs - SUB_BLOCK * i64(block_y()))
         while number < last:
@@ -243,127 +290,119 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
             _finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
     name = _name(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", in_eights)
-    return GpuKernel(name, expert_gate_up, _THREADS, _gate_up_grid, lambda _: 2 * _SUMS_BYTES)
-
-
-def _part_sum(place: int) -> Any:
-    """Return the sum of the two parts of an output's sum."""
-    return shared_load_f32(place) + shared_load_f32(place + _SUMS_BYTES)
+    threads = WARP * _FLOAT_WARPS
+    return GpuKernel(
+        name,
+        expert_gate_up,
+        threads,
+        _gate_up_grid,
+        lambda _: 2 * _SUMS_BYTES,
+        reads=_reads(gate_kind, up_kind),
+    )
 
 
 # -- down ------------------------------------------------------------------------------------------
 #
-# A block has the eight outputs of a group for one row. Its shared memory:
-#
-#     (warps, 8) float32              sums of a warp
-#     (top_k, 2) int64                of each choice of the row: the expert's blob, its inner row
-#     (top_k,) float32                its share
+# A block has the eight outputs of a group for one row. Shared memory of packed weights: the sums of
+# each warp, (warps, 8) float32.
 
-_CHOICES = 4 * _WARPS * GROUP_ROWS
+_DOWN_WARPS = 8
+_QUOTIENT_BITS = 24
 
 
 def _down_grid(arguments: Arguments, most_rows: int) -> Grid:
     return most_rows, blocks_of(arguments["outputs"], GROUP_ROWS), 1
 
 
-def _down_shared_bytes(arguments: Arguments) -> int:
-    return _CHOICES + 20 * arguments["top_k"]
-
-
-def _find_choices(
-    row: int,
-    warp: int,
-    lane: int,
-    starts: int,
-    places: int,
-    inner: int,
-    row_bytes: int,
-    addresses: int,
-    shares: int,
-    experts: int,
-    top_k: int,
-) -> None:
-    """Write what the block needs of each choice of its row to shared memory: a warp for each."""
-    k = warp
-    while k < top_k:
-        choice = row * top_k + k
-        place = load_i64(places + 8 * choice)
-        expert = _expert_at(starts, experts, place)
-        if lane == 0:
-            shared_store_i64(_CHOICES + 16 * k, load_i64(addresses + 8 * expert))
-            shared_store_i64(_CHOICES + 16 * k + 8, inner + place * row_bytes)
-            shared_store_f32(_CHOICES + 16 * top_k + 4 * k, load_f32(shares + 4 * choice))
-        k += _WARPS
-    barrier()
+def _sum_of_warps(output: int) -> Any:
+    """Return what the warps have of an output of the block, added up in their order."""
+    total, warp = shared_load_f32(4 * output), 1
+    while warp < _DOWN_WARPS:
+        total += shared_load_f32(4 * (GROUP_ROWS * warp + output))
+        warp += 1
+    return total
 
 
 @cache
-def _packed_down(kind: TensorType) -> GpuKernel:
+def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) -> GpuKernel:
     """Return the kernel of packed weights.
 
-    The sub-blocks of all choices form one sequence, by ascending expert, that the warps share: four
-    each in turn, as in one long row. So a block has work for all its warps with few choices of
-    narrow experts, and sums are exchanged once.
+    is_whole   the last group has eight rows too
 
-    Reads down once for each choice.
+    The tiles of all choices form one sequence, by ascending expert, that the warps share one by
+    one. So a block has work for all its warps with few choices of narrow experts, and sums are
+    exchanged once. The weights of a tile are read while the one before is multiplied, the first
+    while `expert_gate_up` still runs.
+
+    Reads down once for each choice, and inner, 1.5 bytes a value, for each group.
     """
-    add, bytes_of_row = sub_block_product(kind), row_bytes_of(kind)
+    read_tile, add_tile = tile_product(kind, sub_blocks)
+    group_row_bytes = row_bytes_of(kind)(sub_blocks)
+    bring = _bringer(kind, sub_blocks, is_whole)
+    tiles = tiles_of(sub_blocks)
+    all_tiles = top_k * tiles
+    inverse = (1 << _QUOTIENT_BITS) // tiles + 1  # exact while the number is below 2 ** 24 / tiles
 
     def expert_down(
         rows: int,
-        starts: int,
-        places: int,
+        blobs: int,
         inner: int,
-        addresses: int,
         shares: int,
-        products: int,
         y: int,
         down_offset: int,
-        experts: int,
-        top_k: int,
+        _top_k: int,
         values: int,
         outputs: int,
     ) -> None:
         of_row, first = i64(block_x()), GROUP_ROWS * i64(block_y())
         if of_row >= load_i64(rows):
+            await_previous()
             return
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
-        sub_blocks, rows_in_group = values >> 5, min(outputs - first, GROUP_ROWS)
-        _find_choices(
-            of_row,
-            warp,
-            lane,
-            starts,
-            places,
-            inner,
-            SUB_BLOCK_BYTES * sub_blocks,
-            addresses,
-            shares,
-            experts,
-            top_k,
-        )
-        row = min(lane & GROUP_ROWS - 1, rows_in_group - 1)
-        group = down_offset + first * bytes_of_row(sub_blocks)
-        k, s = _wrapped(i64(0), WARP_SUB_BLOCKS * warp + (lane >> 3), sub_blocks)
-        total = f32(0.0)
-        while k < top_k:
-            blob = shared_load_i64(_CHOICES + 16 * k)
-            x = shared_load_i64(_CHOICES + 16 * k + 8)
-            share = shared_load_f32(_CHOICES + 16 * top_k + 4 * k)
-            product = add(f32(0.0), blob + group, rows_in_group, row, x, sub_blocks, s)
-            total = fma(share, product, total)
-            k, s = _wrapped(k, s + WARP_SUB_BLOCKS * _WARPS, sub_blocks)
+        rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
+        row = lane & GROUP_ROWS - 1 if is_whole else min(lane & GROUP_ROWS - 1, rows_here - 1)
+        quarter, choices = lane >> 3, of_row * top_k
+        group = down_offset + first * group_row_bytes
+        if thread < top_k:
+            bring(load_i64(blobs + 8 * (choices + thread)), group, rows_here)
+        place = y + 4 * (of_row * outputs + first + thread)
+        before = load_f32(place) if thread < rows_here else f32(0.0)
+
+        number = min(warp, all_tiles - 1)
+        k = number * inverse >> _QUOTIENT_BITS
+        blob = load_i64(blobs + 8 * (choices + k)) & _IN_SLOT
+        words = read_tile(blob + group, rows_here, row, quarter, number - tiles * k)
+        await_previous()
+        number, total = warp, f32(0.0)
+        while number < all_tiles:
+            k = number * inverse >> _QUOTIENT_BITS
+            tile, now = number - tiles * k, words
+            share = load_f32(shares + 4 * (choices + k))
+            x = inner + (choices + k) * SUB_BLOCK_BYTES * sub_blocks
+            number += _DOWN_WARPS
+            if number < all_tiles:
+                following = number * inverse >> _QUOTIENT_BITS
+                blob = load_i64(blobs + 8 * (choices + following)) & _IN_SLOT
+                words = read_tile(blob + group, rows_here, row, quarter, number - tiles * following)
+            total = fma(share, add_tile(f32(0.0), now, x, quarter, tile), total)
         total = row_sum(total)
         if lane < GROUP_ROWS:
             shared_store_f32(4 * (GROUP_ROWS * warp + lane), total)
         barrier()
-        if thread < rows_in_group:
-            place = y + 4 * (of_row * outputs + first + thread)
-            store_f32(place, load_f32(place) + _sum_of_warps(thread))
+        if thread < rows_here:
+            store_f32(place, before + _sum_of_warps(thread))
 
-    name = f"expert_down_{kind.name.lower()}"
-    return GpuKernel(name, expert_down, _THREADS, _down_grid, _down_shared_bytes)
+    name = _of_shape(f"expert_down_{kind.name}_{top_k}x", sub_blocks, is_whole)
+    shared_bytes = 4 * GROUP_ROWS * _DOWN_WARPS
+    return GpuKernel(
+        name,
+        expert_down,
+        WARP * _DOWN_WARPS,
+        _down_grid,
+        lambda _: shared_bytes,
+        reads=_reads(kind),
+    )
 
 
 @cache
@@ -376,36 +415,27 @@ def _float_down(kind: TensorType, in_eights: bool) -> GpuKernel:
 
     def expert_down(
         rows: int,
-        starts: int,
-        places: int,
+        blobs: int,
         inner: int,
-        addresses: int,
         shares: int,
-        products: int,
         y: int,
         down_offset: int,
-        experts: int,
         top_k: int,
         values: int,
         outputs: int,
     ) -> None:
-        of_row = i64(block_x())
-        if of_row >= load_i64(rows):
-            return
-        thread = i64(thread_index())
-        warp, lane = thread >> 5, thread & WARP - 1
-        _find_choices(
-            of_row, warp, lane, starts, places, inner, 4 * values, addresses, shares, experts, top_k
-        )
-        output = GROUP_ROWS * i64(block_y()) + warp
-        if output >= outputs:
+        of_row, thread = i64(block_x()), i64(thread_index())
+        here = load_i64(rows)
+        output, lane = GROUP_ROWS * i64(block_y()) + (thread >> 5), thread & WARP - 1
+        await_previous()
+        if of_row >= here or output >= outputs:
             return
         weights = down_offset + size * values * output
-        k, total = i64(0), f32(0.0)
-        while k < top_k:
-            blob = shared_load_i64(_CHOICES + 16 * k)
-            x = shared_load_i64(_CHOICES + 16 * k + 8)
-            share = shared_load_f32(_CHOICES + 16 * top_k + 4 * k)
+        k, total = of_row * top_k, f32(0.0)
+        last = k + top_k
+        while k < last:
+            blob, share = load_i64(blobs + 8 * k) & _IN_SLOT, load_f32(shares + 4 * k)
+            x = inner + 4 * values * k
             total = fma(share, product(blob + weights, x, values, lane), total)
             k += 1
         total = warp_sum(total)
@@ -414,24 +444,7 @@ def _float_down(kind: TensorType, in_eights: bool) -> GpuKernel:
             store_f32(place, load_f32(place) + total)
 
     name = _name(f"expert_down_{kind.name}", in_eights)
-    return GpuKernel(name, expert_down, _THREADS, _down_grid, _down_shared_bytes)
-
-
-def _wrapped(k: int, s: int, sub_blocks: int) -> Any:
-    """Return sub-block s counted from choice k, as a choice and a sub-block of its own."""
-    while s >= sub_blocks:
-        s -= sub_blocks
-        k += 1
-    return k, s
-
-
-def _sum_of_warps(output: int) -> Any:
-    """Return what the warps have of an output of the block, added up in their order."""
-    total, warp = shared_load_f32(4 * output), 1
-    while warp < _WARPS:
-        total += shared_load_f32(4 * (GROUP_ROWS * warp + output))
-        warp += 1
-    return total
+    return GpuKernel(name, expert_down, WARP * _FLOAT_WARPS, _down_grid, reads=_reads(kind))
 
 
 def _name(name: str, in_eights: bool) -> str:

@@ -10,22 +10,20 @@ from strata_nb.kernels.gpu.activations import quantise_kernel
 from strata_nb.kernels.gpu.attention import attention_kernel
 from strata_nb.kernels.gpu.attention_halves import halves_attention_kernel, takes
 from strata_nb.kernels.gpu.embedding import embed_kernel
-from strata_nb.kernels.gpu.experts import expert_down_kernel, expert_gate_up_kernel
 from strata_nb.kernels.gpu.gating import gated_add_kernel, silu_mul_kernel
 from strata_nb.kernels.gpu.linear import linear_kernel
 from strata_nb.kernels.gpu.normalising import rms_norm_kernel
 from strata_nb.kernels.gpu.operations import Arguments, GpuKernel
 from strata_nb.kernels.gpu.rotation import kv_append_kernel, rope_kernel
-from strata_nb.kernels.gpu.routing import expert_group_kernel, router_top_k_kernel
 from strata_nb.kernels.gpu.sampling import sample_kernel
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
 
 Find = Callable[[Any, Arguments], GpuKernel]
 
-# Each kernel of the table: what returns its function for a variant and arguments; None where a card
-# has nothing to do, because another kernel reads rows where they are.
-_FUNCTIONS: dict[str, Find | None] = {
+# What returns the function of a kernel of the table for a variant and arguments. Those of routing
+# and experts are missing: a card has its own in their place (`routed.py`).
+_FUNCTIONS: dict[str, Find] = {
     "embed": lambda kind, _: embed_kernel(kind),
     "rms_norm": lambda _, given: rms_norm_kernel(given["width"]),
     "quantise": lambda _, __: quantise_kernel(),
@@ -40,11 +38,6 @@ _FUNCTIONS: dict[str, Find | None] = {
         given["heads"] // given["kv_heads"],
     ),
     "silu_mul": lambda _, __: silu_mul_kernel(),
-    "router_top_k": lambda _, given: router_top_k_kernel(given["experts"], given["top_k"]),
-    "expert_group": lambda _, __: expert_group_kernel(),
-    "expert_gather": None,
-    "expert_gate_up": lambda pair, given: expert_gate_up_kernel(pair[0], pair[1], given["values"]),
-    "expert_down": lambda kind, given: expert_down_kernel(kind, given["values"]),
     "gated_add": lambda _, __: gated_add_kernel(),
     "sample": lambda _, given: sample_kernel(given["vocabulary"]),
 }
@@ -56,9 +49,8 @@ def _attention(pair: tuple[str, str], lengths: tuple[int, int], group: int) -> G
     return attention_kernel(*pair, *lengths, group)
 
 
-def gpu_kernel(launch: Launch) -> GpuKernel | None:
-    """Return what runs a launch, None if nothing has to; ValueError for an unknown variant."""
-    find = _FUNCTIONS[launch.kernel]
+def gpu_kernel(launch: Launch) -> GpuKernel:
+    """Return what runs a launch; ValueError for an unknown variant."""
     axis, variant = KERNELS[launch.kernel].axis, launch.variant
     expected = {
         None: variant is None,
@@ -68,7 +60,7 @@ def gpu_kernel(launch: Launch) -> GpuKernel | None:
     }
     if not expected[axis]:
         raise ValueError(f"{launch.kernel} {launch.label}: no variant {variant!r} of {axis}")
-    return None if find is None else find(variant, arguments_of(launch))
+    return _FUNCTIONS[launch.kernel](variant, arguments_of(launch))
 
 
 def _pair(variant: Any) -> tuple[Any, Any]:

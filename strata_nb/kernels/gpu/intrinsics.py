@@ -135,13 +135,15 @@ def _load(stored: str, result: str, place: Callable[..., Any], *, constant: bool
     return emit
 
 
-def _load_vector(count: int, element: str, *, constant: bool) -> Emit:
-    """Return what loads several neighbours at once; constant as in `_load`."""
+def _load_vector(
+    count: int, element: str, place: Callable[..., Any] = _global, *, constant: bool = True
+) -> Emit:
+    """Return what loads several neighbours at once; `place` and `constant` as `_load` has them."""
 
     def emit(builder: Any, arguments: list[Any]) -> Any:
         ir = _ir()
         vector = ir.VectorType(llvm_type(element), count)
-        value = builder.load(_global(builder, arguments[0], vector), align=4 * count)
+        value = builder.load(place(builder, arguments[0], vector), align=4 * count)
         if constant:
             value.set_metadata("invariant.load", builder.module.add_metadata([]))
         lanes = [
@@ -172,17 +174,19 @@ load_f32 = Intrinsic("load_f32", "f32(i64)", body=_load("f32", "f32", _global, c
 load_i64 = Intrinsic("load_i64", "i64(i64)", body=_load("i64", "i64", _global, constant=False))
 load_i32 = Intrinsic("load_i32", "i32(i64)", body=_load("i32", "i32", _global, constant=False))
 load_u8 = Intrinsic("load_u8", "i32(i64)", body=_load("i8", "i32", _global, constant=False))
+load_2xi32 = Intrinsic("load_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", constant=False))
 load_4xi32 = Intrinsic("load_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", constant=False))
 load_4xf32 = Intrinsic("load_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", constant=False))
 
-# Of memory that nothing writes while the kernel runs, such as weights and tables.
+# Of memory that nothing writes while the kernel runs, such as weights. What the launch in front
+# writes is none of it: it may still run when this kernel begins.
 fetch_f32 = Intrinsic("fetch_f32", "f32(i64)", body=_load("f32", "f32", _global, constant=True))
 fetch_i32 = Intrinsic("fetch_i32", "i32(i64)", body=_load("i32", "i32", _global, constant=True))
 fetch_u16 = Intrinsic("fetch_u16", "i32(i64)", body=_load("i16", "i32", _global, constant=True))
 fetch_u8 = Intrinsic("fetch_u8", "i32(i64)", body=_load("i8", "i32", _global, constant=True))
-fetch_2xi32 = Intrinsic("fetch_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", constant=True))
-fetch_4xi32 = Intrinsic("fetch_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", constant=True))
-fetch_4xf32 = Intrinsic("fetch_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", constant=True))
+fetch_2xi32 = Intrinsic("fetch_2xi32", "2xi32(i64)", body=_load_vector(2, "i32"))
+fetch_4xi32 = Intrinsic("fetch_4xi32", "4xi32(i64)", body=_load_vector(4, "i32"))
+fetch_4xf32 = Intrinsic("fetch_4xf32", "4xf32(i64)", body=_load_vector(4, "f32"))
 
 store_f32 = Intrinsic("store_f32", "void(i64, f32)", body=_store("f32", _global))
 store_i64 = Intrinsic("store_i64", "void(i64, i64)", body=_store("i64", _global))
@@ -199,9 +203,27 @@ shared_load_i32 = Intrinsic(
 shared_load_i64 = Intrinsic(
     "shared_load_i64", "i64(i64)", body=_load("i64", "i64", _shared, constant=False)
 )
+shared_load_4xf32 = Intrinsic(
+    "shared_load_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _shared, constant=False)
+)
+shared_load_4xi32 = Intrinsic(
+    "shared_load_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", _shared, constant=False)
+)
+shared_load_2xi32 = Intrinsic(
+    "shared_load_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", _shared, constant=False)
+)
 shared_store_f32 = Intrinsic("shared_store_f32", "void(i64, f32)", body=_store("f32", _shared))
 shared_store_i32 = Intrinsic("shared_store_i32", "void(i64, i32)", body=_store("i32", _shared))
 shared_store_i64 = Intrinsic("shared_store_i64", "void(i64, i64)", body=_store("i64", _shared))
+
+
+def _global_add(builder: Any, arguments: list[Any]) -> None:
+    place = _global(builder, arguments[0], arguments[1].type)
+    builder.atomic_rmw("add", place, arguments[1], "monotonic")
+
+
+# Adds to what is there, whoever adds beside it: later launches see the sum.
+add_i64 = Intrinsic("add_i64", "void(i64, i64)", body=_global_add)
 
 
 def _shared_add(builder: Any, arguments: list[Any]) -> None:
@@ -247,6 +269,15 @@ class ConstantTable(Intrinsic):
 AWAIT_PREVIOUS, _ORDERED = since(90, "griddepcontrol.wait; griddepcontrol.launch_dependents;", "")
 await_previous = Intrinsic(
     "await_previous", "void()", ptx=(AWAIT_PREVIOUS, _ORDERED), amdgpu=_nothing
+)
+
+# Wait until a word that was loaded is there. Without it a compiler may move loads that stand before
+# `await_previous` behind it: they would be right there, and late.
+hold = Intrinsic(
+    "hold",
+    "void(i32)",
+    ptx=since(90, "{ .reg .pred p; setp.eq.s32 p, $0, 1; @p nanosleep.u32 0; }", "r"),
+    amdgpu=_nothing,
 )
 
 # Ask for bytes to be brought into the card's cache: address and size are multiples of 16. It
@@ -400,17 +431,25 @@ shuffle_xor_i32 = Intrinsic(
 # -- arithmetic ------------------------------------------------------------------------------------
 
 
-def _amd_dp4a(builder: Any, arguments: list[Any]) -> Any:
-    """Multiply byte by byte in plain LLVM: a card with an instruction for it finds it itself."""
-    ir = _ir()
-    i32, i8 = ir.IntType(32), ir.IntType(8)
-    first, second, total = arguments
-    for number in range(4):
-        shift = ir.Constant(i32, 8 * number)
-        left = builder.sext(builder.trunc(builder.lshr(first, shift), i8), i32)
-        right = builder.sext(builder.trunc(builder.lshr(second, shift), i8), i32)
-        total = builder.add(total, builder.mul(left, right))
-    return total
+def _amd_dp4a(*, signed: bool) -> Emit:
+    """Multiply byte by byte in plain LLVM: a card with an instruction for it finds it itself.
+
+    signed   whether the first bytes are
+    """
+
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        ir = _ir()
+        i32, i8 = ir.IntType(32), ir.IntType(8)
+        widen = builder.sext if signed else builder.zext
+        first, second, total = arguments
+        for number in range(4):
+            shift = ir.Constant(i32, 8 * number)
+            left = widen(builder.trunc(builder.lshr(first, shift), i8), i32)
+            right = builder.sext(builder.trunc(builder.lshr(second, shift), i8), i32)
+            total = builder.add(total, builder.mul(left, right))
+        return total
+
+    return emit
 
 
 # c + the sum of the products of the four signed bytes of a and b.
@@ -418,7 +457,30 @@ dp4a = Intrinsic(
     "dp4a",
     "i32(i32, i32, i32)",
     ptx=("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r"),
-    amdgpu=_amd_dp4a,
+    amdgpu=_amd_dp4a(signed=True),
+)
+# The same of unsigned bytes of a and signed ones of b.
+dp4a_u8 = Intrinsic(
+    "dp4a_u8",
+    "i32(i32, i32, i32)",
+    ptx=("dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r"),
+    amdgpu=_amd_dp4a(signed=False),
+)
+
+
+def _amd_even_bytes(builder: Any, arguments: list[Any]) -> Any:
+    """A selector numbers the bytes of the second word from 0, those of the first from 4."""
+    permute = _call("llvm.amdgcn.perm", "i32(i32, i32, i32)")
+    first, second = arguments
+    return permute(builder, [second, first, _ir().Constant(llvm_type("i32"), 0x06040200)])
+
+
+# Bytes 0 and 2 of a, then those of b.
+even_bytes = Intrinsic(
+    "even_bytes",
+    "i32(i32, i32)",
+    ptx=("prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r"),
+    amdgpu=_amd_even_bytes,
 )
 
 

@@ -1,72 +1,38 @@
-"""What a card launches for a program: kernels with their arguments, for a number of rows.
+"""What a card launches for a program, by the number of rows.
 
 A program is written in kernels of the table, which every device has. A card may take several of
-them together, or another kernel for one row than for eight; results have the same bits.
+them together, or another kernel for one row than for eight; results have the same bits. Each pass
+goes over the program and puts launches of cards in the place of those that it knows better; what is
+left then becomes the card's kernel for it.
+
+    with_runs        a layer's attention
+    with_routes      a layer's routing and experts
+    with_shares      a choice of tokens in two launches
+    with_products    norms and products of the same row
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-
-from strata_nb.kernels.gpu.attention_launches import fused_attention
-from strata_nb.kernels.gpu.functions import argument_kinds, arguments_of, gpu_kernel
-from strata_nb.kernels.gpu.operations import GpuKernel, Grid
+from strata_nb.kernels.gpu.attention_launches import with_runs
+from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
+from strata_nb.kernels.gpu.product_launches import with_products
+from strata_nb.kernels.gpu.routed import with_routes
+from strata_nb.kernels.gpu.sampling import sample_keys_kernel
 from strata_nb.kernels.program import Launch, Program
-
-
-class CardLaunch(NamedTuple):
-    """Hold a kernel and what it is launched with.
-
-    label       what it is for, such as "blk.3.attn_q"
-    arguments   by name, in the kernel's order: one 64-bit word each, as `program.Launch` has them
-    kinds       of the arguments: address, integer or float
-    """
-
-    kernel: GpuKernel
-    label: str
-    arguments: Mapping[str, int]
-    kinds: tuple[str, ...]
-
-    def grid(self, rows: int) -> Grid:
-        return self.kernel.grid(self.arguments, rows)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.kernel.shared_bytes(self.arguments)
-
-    @property
-    def packed(self) -> bytes:
-        """The arguments as a kernel reads them: int64 and float32, as C has them."""
-        layout = "@" + "".join("f" if kind == "float" else "q" for kind in self.kinds)
-        values = [
-            float(np.uint32(word).view(np.float32)) if kind == "float" else word
-            for word, kind in zip(self.arguments.values(), self.kinds, strict=True)
-        ]
-        return struct.pack(layout, *values)
-
-
-def card_launch(one: Launch) -> CardLaunch | None:
-    """Return what runs a launch of the table by itself, None if nothing has to."""
-    kernel = gpu_kernel(one)
-    if kernel is None:
-        return None
-    return CardLaunch(kernel, one.label, arguments_of(one), tuple(argument_kinds(one)))
 
 
 def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows."""
-    launches: list[CardLaunch] = []
-    number = 0
-    while number < len(program):
-        if (fused := fused_attention(program, number)) is not None:
-            launches += [CardLaunch(*one) for one in fused.made]
-            number += fused.taken
-            continue
-        if (made := card_launch(program[number])) is not None:
-            launches.append(made)
-        number += 1
-    return launches
+    found = list(with_shares(with_routes(list(with_runs(program)))))
+    made = with_products(found, rows)
+    return [one if isinstance(one, CardLaunch) else card_launch(one) for one in made]
+
+
+def with_shares(program: Iterable[Launch | CardLaunch]) -> Iterator[Launch | CardLaunch]:
+    """Yield launches, with `sample` in the two that a card has for it."""
+    for one in program:
+        if isinstance(one, Launch) and one.kernel == "sample":
+            yield card_launch(one)._replace(kernel=sample_keys_kernel())
+        yield one

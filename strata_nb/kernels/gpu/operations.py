@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from strata_nb.errors import UnsupportedDevice
+from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.intrinsics import (
     barrier,
     f32,
@@ -32,11 +34,17 @@ Function = Callable[..., Any]
 Grid = tuple[int, int, int]
 Arguments = Mapping[str, int]  # of a launch, by the table's names
 
+MOST_BLOCKS = 65_535  # of a grid in every direction but the first
 MOST_REGISTERS = 128  # of a thread, unless a kernel says otherwise: 512 threads on every card
 
 
 def no_shared_bytes(_: Arguments) -> int:
     """Say that a kernel needs no shared memory."""
+    return 0
+
+
+def no_reads(_: Arguments, rows: int) -> int:
+    """Say that a kernel reads no weights."""
     return 0
 
 
@@ -48,7 +56,10 @@ class GpuKernel(NamedTuple):
     threads       of a block, a multiple of 32
     grid          of a launch's arguments and the most rows that it will see
     shared_bytes  of a block, of a launch's arguments
-    registers     the most that a thread may take on any target
+    registers     the most that a thread may take on any target: it decides how many blocks of it a
+                  multiprocessor runs beside each other
+    reads         bytes of weights that a launch reads, of its arguments and the number of rows:
+                  each weight once where rows share it, experts as if no two rows chose the same
     """
 
     name: str
@@ -57,11 +68,32 @@ class GpuKernel(NamedTuple):
     grid: Callable[[Arguments, int], Grid]
     shared_bytes: Callable[[Arguments], int] = no_shared_bytes
     registers: int = MOST_REGISTERS
+    reads: Callable[[Arguments, int], int] = no_reads
 
 
 def blocks_of(count: int, each: int) -> int:
     """Return how many blocks of `each` cover `count`."""
     return -(-count // each)
+
+
+def outputs_grid(parts: int, outputs: int, each: int) -> Grid:
+    """Return a grid of blocks of `each` outputs, each block for so many parts of the rows.
+
+    Blocks of the same outputs follow each other: what the first reads of the weights, the others
+    find in the card's cache. UnsupportedDevice for more outputs than a grid has blocks for.
+    """
+    blocks = blocks_of(outputs, each)
+    if blocks > MOST_BLOCKS:
+        raise UnsupportedDevice(
+            f"a matrix of {outputs:,} outputs: on a card it has {each * MOST_BLOCKS:,} at most",
+            hint="--device host runs this model",
+        )
+    return parts, blocks, 1
+
+
+def weights_read(kind: TensorType) -> Callable[[Arguments, int], int]:
+    """Return what says how many bytes of a weight of a type a launch of a product reads."""
+    return lambda arguments, _: arguments["outputs"] * row_bytes(kind, arguments["values"])
 
 
 # -- in kernels ------------------------------------------------------------------------------------

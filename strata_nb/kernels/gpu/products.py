@@ -22,12 +22,16 @@ from strata_nb.kernels.gpu.intrinsics import (
     dp4a,
     f32,
     f32_of_i32,
-    fetch_2xi32,
-    fetch_4xi32,
-    fetch_f32,
-    fetch_i32,
     fma,
     i64,
+    load_2xi32,
+    load_4xi32,
+    load_f32,
+    load_i32,
+    shared_load_2xi32,
+    shared_load_4xi32,
+    shared_load_f32,
+    shared_load_i32,
     shuffle_xor_f32,
     thread_index,
 )
@@ -61,33 +65,38 @@ def row_bytes_of(kind: TensorType) -> Function:
 
 
 @cache
-def sub_block_dot(kind: TensorType) -> Function:
+def sub_block_dot(kind: TensorType, *, is_shared: bool = False) -> Function:
     """Return a device function that adds the product of one sub-block to a sum.
 
     dot(total, decoded, x, sub_blocks, s) -> float; decoded is what `Decoder.decode` returned for
-    sub-block s, x is the address of a quantised row of so many sub-blocks.
+    sub-block s, x is the address of a quantised row of so many sub-blocks, or where it is in shared
+    memory.
     """
     _, offset, halves, minima = decoder_of(kind)
+    four = shared_load_4xi32 if is_shared else load_4xi32
+    two = shared_load_2xi32 if is_shared else load_2xi32
+    word = shared_load_i32 if is_shared else load_i32
+    number = shared_load_f32 if is_shared else load_f32
 
     def dot(total: Any, decoded: Any, x: int, sub_blocks: int, s: int) -> Any:
         a, b, c, d, e, f, g, h, scale, upper_scale, minimum, upper_minimum = decoded
-        xa, xb, xc, xd = fetch_4xi32(x + SUB_BLOCK * s)
-        xe, xf, xg, xh = fetch_4xi32(x + SUB_BLOCK * s + 16)
+        xa, xb, xc, xd = four(x + SUB_BLOCK * s)
+        xe, xf, xg, xh = four(x + SUB_BLOCK * s + 16)
         lower = dp4a(d, xd, dp4a(c, xc, dp4a(b, xb, dp4a(a, xa, 0))))
         upper = dp4a(h, xh, dp4a(g, xg, dp4a(f, xf, dp4a(e, xe, 0))))
         if halves:
-            lower_sum, upper_sum = fetch_2xi32(x + HALF_SUMS * sub_blocks + 8 * s)
+            lower_sum, upper_sum = two(x + HALF_SUMS * sub_blocks + 8 * s)
             product = scale * f32_of_i32(lower - offset * lower_sum)
             product = fma(upper_scale, f32_of_i32(upper - offset * upper_sum), product)
             if minima:
                 product = fma(-minimum, f32_of_i32(lower_sum), product)
                 product = fma(-upper_minimum, f32_of_i32(upper_sum), product)
         else:
-            x_sum = fetch_i32(x + SUMS * sub_blocks + 4 * s)
+            x_sum = word(x + SUMS * sub_blocks + 4 * s)
             product = scale * f32_of_i32(lower + upper - offset * x_sum)
             if minima:
                 product = fma(-minimum, f32_of_i32(x_sum), product)
-        return fma(product, fetch_f32(x + SCALES * sub_blocks + 4 * s), total)
+        return fma(product, number(x + SCALES * sub_blocks + 4 * s), total)
 
     return dot
 

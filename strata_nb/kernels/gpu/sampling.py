@@ -1,11 +1,11 @@
 """Choose the next token on a card, by the rule of `sampling.py`, so that only its id is fetched.
 
-A block has a row. Whatever top_k, top_p and min_p keep is a prefix of one order: descending logit,
-then ascending id. So nothing is sorted. Tokens have depths and weights (`weighing.py`), and a
-prefix is an *edge*: all tokens of a depth below it, and the first few at the edge itself. These
-weigh the same, so their number is enough until the very end. Searches find the token at which the
-weights of a prefix pass a sum: that is the last one of top_k, the last one of top_p, and the one
-that is drawn.
+Many blocks write the keys of a row's tokens and find the largest; then one block draws. Whatever
+top_k, top_p and min_p keep is a prefix of one order: descending logit, then ascending id. So
+nothing is sorted. Tokens have depths and weights (`weighing.py`), and a prefix is an *edge*: all
+tokens of a depth below it, and the first few at the edge itself. These weigh the same, so their
+number is enough until the very end. Searches find the token at which the weights of a prefix pass a
+sum: that is the last one of top_k, the last one of top_p, and the one that is drawn.
 
 Each thread has its own tokens, every `threads`-th, and moves those that may still be chosen to the
 front of its places (`_keep`), so that only the first passes see the whole vocabulary. For top_k the
@@ -27,6 +27,7 @@ from strata_nb.kernels.choices import CHOICE, WHOLE, offset
 from strata_nb.kernels.gpu.intrinsics import (
     barrier,
     block_x,
+    block_y,
     f32,
     f32_of_i32,
     i32,
@@ -38,7 +39,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     store_i64,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import MOST_REGISTERS, Arguments, GpuKernel, Grid
+from strata_nb.kernels.gpu.operations import MOST_REGISTERS, Arguments, GpuKernel, Grid, blocks_of
 from strata_nb.kernels.gpu.weighing import (
     INFINITE_KEY,
     INFINITY,
@@ -77,11 +78,11 @@ def _penalised(score: Any, times: Any, choice: Any) -> Any:
 
 
 def _write_keys(
-    keys: Any, logits: Any, choice: Any, vocabulary: Any, thread: Any, threads: Any
+    keys: Any, logits: Any, choice: Any, first: Any, last: Any, thread: Any, threads: Any
 ) -> None:
-    """Write the keys of all tokens after penalties and bans."""
-    token = thread
-    while token < vocabulary:
+    """Write the keys of the tokens first .. last - 1 after penalties and bans."""
+    token = first + thread
+    while token < last:
         store_i32(keys + 4 * token, i32(key_of(load_f32(logits + 4 * token))))
         token += threads
     barrier()
@@ -89,14 +90,16 @@ def _write_keys(
     while entry < entries:
         place = choice + _RECENT + 8 * entry
         token = i64(load_i32(place))
-        score = _penalised(load_f32(logits + 4 * token), load_i32(place + 4), choice)
-        store_i32(keys + 4 * token, i32(key_of(score)))
+        if first <= token < last:
+            score = _penalised(load_f32(logits + 4 * token), load_i32(place + 4), choice)
+            store_i32(keys + 4 * token, i32(key_of(score)))
         entry += threads
     barrier()
     entry, entries = thread, i64(load_i32(choice + _BANNED_COUNT))
     while entry < entries:
         token = i64(load_i32(choice + _BANNED + 4 * entry))
-        store_i32(keys + 4 * token, i32(-INFINITE_KEY))
+        if first <= token < last:
+            store_i32(keys + 4 * token, i32(-INFINITE_KEY))
         entry += threads
     barrier()
 
@@ -216,13 +219,63 @@ def _draw(
     return reach
 
 
-# -- the kernel ------------------------------------------------------------------------------------
+# -- the kernels -----------------------------------------------------------------------------------
 
 # (the largest vocabulary, threads of a block). Of the most that a block may have, 1,024, each would
 # have 64 registers, and this kernel needs more.
 _THREADS = ((1024, 64), (8192, 256))
 _MOST_THREADS = 640
 _CARD_REGISTERS = 1 << 16  # of all threads that run at once
+
+# Keys are written by many blocks. Each leaves the token that has its largest key, the first of
+# equals, where the first ids will be.
+_KEY_THREADS = 256
+_SHARE = 2048  # tokens of a block, or more where there are many
+_MOST_SHARES = 64
+
+
+def _shares(vocabulary: int) -> int:
+    return min(_MOST_SHARES, blocks_of(vocabulary, _SHARE))
+
+
+@cache
+def sample_keys_kernel() -> GpuKernel:
+    """Return the first kernel of `sample`, with its arguments: keys, and the largest of each block.
+
+    Its grid is (shares of the vocabulary, rows).
+    """
+
+    def sample_keys(
+        rows: int, logits: int, choices: int, work: int, chosen: int, vocabulary: int
+    ) -> None:
+        row, number, thread = i64(block_y()), i64(block_x()), i64(thread_index())
+        if row >= load_i64(rows):
+            return
+        shares = min(i64(_MOST_SHARES), (vocabulary + _SHARE - 1) >> _SHARE_SHIFT)
+        share = (vocabulary + shares - 1) // shares
+        first = share * number
+        last = min(first + share, vocabulary)
+        choice, keys = choices + _RECORD_BYTES * row, work + 8 * vocabulary * row
+        row_logits = logits + 4 * vocabulary * row
+        _write_keys(keys, row_logits, choice, first, last, thread, _KEY_THREADS)
+        own, count = keys + 4 * (first + thread), max(last - first - thread, i64(0))
+        count = (count + _KEY_THREADS - 1) >> _KEY_SHIFT
+        most, token = _first_largest(own, 4 * _KEY_THREADS, count, first + thread)
+        best = block_max(most, thread, _KEY_THREADS)
+        token = -block_max(-token if most == best else -MOST_TOKENS, thread, _KEY_THREADS)
+        if thread == 0:
+            store_i32(keys + 4 * (vocabulary + number), i32(token))
+
+    return GpuKernel(
+        "sample_keys",
+        sample_keys,
+        _KEY_THREADS,
+        lambda arguments, most_rows: (_shares(arguments["vocabulary"]), most_rows, 1),
+        lambda _: SHARED_BYTES,
+    )
+
+
+_SHARE_SHIFT, _KEY_SHIFT = _SHARE.bit_length() - 1, _KEY_THREADS.bit_length() - 1
 
 
 @cache
@@ -236,11 +289,9 @@ def _of_threads(threads: int) -> GpuKernel:
         if row >= load_i64(rows):
             return
         choice, keys = choices + _RECORD_BYTES * row, work + 8 * vocabulary * row
-        _write_keys(keys, logits + 4 * vocabulary * row, choice, vocabulary, thread, threads)
-
-        own, ids = keys + 4 * thread, keys + 4 * (vocabulary + thread)
-        count = (vocabulary - thread + threads - 1) // threads
-        most, token = _first_largest(own, stride, count, thread)
+        shares = min(i64(_MOST_SHARES), (vocabulary + _SHARE - 1) >> _SHARE_SHIFT)
+        token = i64(load_i32(keys + 4 * (vocabulary + min(thread, shares - 1))))
+        most = i64(load_i32(keys + 4 * token))
         best = block_max(most, thread, threads)
         temperature = load_f32(choice + _TEMPERATURE)
         if best >= INFINITE_KEY or best <= -INFINITE_KEY:
@@ -251,6 +302,8 @@ def _of_threads(threads: int) -> GpuKernel:
             # What weighs nothing at either temperature is left out from the start.
             warmest = temperature if temperature > f32(1.0) else f32(1.0)
             reach = depth_at(float_of(best) - f32(VANISHING) * warmest, best)
+            own, ids = keys + 4 * thread, keys + 4 * (vocabulary + thread)
+            count = (vocabulary - thread + threads - 1) // threads
             count = _gather(own, ids, stride, count, thread, best, reach)
             token = _draw(choice, own, ids, stride, count, thread, threads, vocabulary, best, reach)
         if thread == 0:
@@ -265,10 +318,11 @@ def _grid(_: Arguments, most_rows: int) -> Grid:
 
 
 def sample_kernel(vocabulary: int) -> GpuKernel:
-    """Return `sample` of the table: a block for each row.
+    """Return the second kernel of `sample`, which draws by the keys: a block for each row.
 
-    Reads 4 bytes of each logit, writes and reads 4 of work three times, and moves little else where
-    top_k, min_p or the temperature leave few tokens. UnsupportedDevice for more than 2^22 tokens.
+    Reads 4 bytes of each key unless the temperature is 0, writes and reads 4 of work, and moves
+    little else where top_k, min_p or the temperature leave few tokens. UnsupportedDevice for more
+    than 2^22 tokens.
     """
     if vocabulary > MOST_TOKENS:
         raise UnsupportedDevice(

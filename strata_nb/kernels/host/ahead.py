@@ -8,21 +8,20 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 
-from strata_nb import cpu
+from strata_nb import cpu, loading_loop
 from strata_nb.compiling import Compiled
 from strata_nb.compiling_processes import MOST_PROCESSES, compile_together, serve
 from strata_nb.kernels.host import threads
 from strata_nb.kernels.host.functions import host_kernel
 from strata_nb.kernels.host.operations import Work
 from strata_nb.kernels.program import Launch, Program
-from strata_nb.packing_moves import pack_groups
 from strata_nb.progress import Progress, Say
 
 _MODULE = "strata_nb.kernels.host.ahead"
 _PROCESS_BYTES = 400 << 20  # that a process takes, somewhat more than measured
 # What takes longest comes first, so that no process is left with it at the end. Beginnings of
 # names; the others take about as long as each other.
-_LONGEST = ("attention.", "prompt.", "window.", "embedding.", "packing_moves.")
+_LONGEST = ("attention.", "prompt.", "window.", "embedding.")
 
 
 def compile_ahead(
@@ -84,7 +83,7 @@ def _first_of_each(launches: Iterable[Launch]) -> list[Launch]:
 
 def _functions(launches: Iterable[Launch]) -> Iterator[Compiled]:
     """Yield what is needed to load a model and to run these launches."""
-    yield pack_groups
+    yield from loading_loop.FUNCTIONS
     yield from threads.FUNCTIONS
     for launch in launches:
         yield from _of_launch(launch)

@@ -3,6 +3,8 @@
 Packed rows come in groups of eight, and what a sub-block is, is known for a whole group at once
 (`weights.py`): it is unpacked in registers, and one of the eight rows is kept. That reads up to
 eight times the bytes of the row, but of few rows.
+
+The host draws its tokens itself and has them in the record: `drawn` is not read here.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ def _plain(kind: TensorType) -> Callable[..., None]:
     read, read_one = reader(kind, 16), reader(kind, 1)
 
     def embed(arguments: int, thread: int, threads: int) -> None:
-        tokens, weight, x = word(arguments, 1), word(arguments, 2), word(arguments, 3)
-        width = word(arguments, 4)
+        tokens, weight, x = word(arguments, 1), word(arguments, 3), word(arguments, 4)
+        width = word(arguments, 5)
         whole = width // 16 * 16
         first, last = share(load_i64(word(arguments, 0)), 1, thread, threads)
         for row in range(first, last):
@@ -70,9 +72,9 @@ def _packed(kind: TensorType) -> Callable[..., None]:
     widen, unpack = widener(kind), _unpacker(kind)
 
     def embed(arguments: int, thread: int, threads: int) -> None:
-        tokens, weight, x = word(arguments, 1), word(arguments, 2), word(arguments, 3)
-        sub_blocks, vocabulary = word(arguments, 4) // SUB_BLOCK, word(arguments, 5)
-        space = word(arguments, 6) + thread * word(arguments, 7)  # behind the table's words
+        tokens, weight, x = word(arguments, 1), word(arguments, 3), word(arguments, 4)
+        sub_blocks, vocabulary = word(arguments, 5) // SUB_BLOCK, word(arguments, 6)
+        space = word(arguments, 7) + thread * word(arguments, 8)  # behind the table's words
         row_size = sub_blocks // block_sub_blocks * block_bytes
         first, last = share(load_i64(word(arguments, 0)), 1, thread, threads)
         for row in range(first, last):

@@ -26,7 +26,14 @@ from numba.core import types
 from strata_nb.compiling import address_of, compiled, inlined, instruction
 from strata_nb.errors import StrataError
 from strata_nb.kernels.host.operations import Function, HostKernel
-from strata_nb.raw_memory import call_address, load_i64
+from strata_nb.raw_memory import (
+    add_atomic,
+    call_address,
+    load_atomic,
+    load_i64,
+    store_atomic,
+    swap_atomic,
+)
 
 # Words of the state, each at the beginning of a cache line of its own.
 _LINE = 8  # words
@@ -41,39 +48,6 @@ _LAUNCH_WORDS = 3  # function, arguments, whether it waits
 
 
 # -- what the machine offers -----------------------------------------------------------------------
-
-
-def _atomic(generate: Callable[[Any, Any, Any], Any], arguments: int) -> Callable[..., Any]:
-    """Return a function (address, numbers ...) -> int64 by what `generate` emits."""
-
-    def emit(_: Any, builder: Any, _typed: Any, values: Sequence[Any]) -> Any:
-        pointer = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
-        return generate(builder, pointer, values[1:])
-
-    if arguments == 1:
-
-        @instruction
-        def of_address(_: Any, address: Any) -> Any:
-            return types.int64(types.int64), emit
-
-        return of_address
-
-    @instruction
-    def with_number(_: Any, address: Any, number: Any) -> Any:
-        return types.int64(types.int64, types.int64), emit
-
-    return with_number
-
-
-def _store(builder: Any, pointer: Any, numbers: Any) -> Any:
-    builder.store_atomic(numbers[0], pointer, "seq_cst", 8)
-    return numbers[0]
-
-
-_load = _atomic(lambda builder, pointer, _: builder.load_atomic(pointer, "seq_cst", 8), 1)
-_put = _atomic(_store, 2)
-_add = _atomic(lambda builder, pointer, n: builder.atomic_rmw("add", pointer, n[0], "seq_cst"), 2)
-_swap = _atomic(lambda builder, pointer, n: builder.atomic_rmw("xchg", pointer, n[0], "seq_cst"), 2)
 
 
 def _system(name: str, *arguments: ir.Type) -> Callable[..., Any]:
@@ -148,7 +122,7 @@ def _for_x86() -> bool:
 def _wait_for_change(place: int, known: int) -> None:
     """Wait until a word is not what it was."""
     spins = 0
-    while _load(place) == known:
+    while load_atomic(place) == known:
         if spins < _SPINS:
             spins += 1
             _pause()
@@ -159,10 +133,10 @@ def _wait_for_change(place: int, known: int) -> None:
 @inlined
 def _barrier(state: int, threads: int) -> None:
     """Wait until all threads are here; what they wrote is visible to all."""
-    phase = _load(state + 8 * _PHASE)
-    if _add(state + 8 * _ARRIVED, 1) == threads - 1:
-        _put(state + 8 * _ARRIVED, 0)
-        _put(state + 8 * _PHASE, phase + 1)
+    phase = load_atomic(state + 8 * _PHASE)
+    if add_atomic(state + 8 * _ARRIVED, 1) == threads - 1:
+        store_atomic(state + 8 * _ARRIVED, 0)
+        store_atomic(state + 8 * _PHASE, phase + 1)
     else:
         _wait_for_change(state + 8 * _PHASE, phase)
 
@@ -189,18 +163,18 @@ def _work(state: int, thread: int, threads: int) -> None:
     known = 0
     while True:
         waits = 0
-        while _load(state + 8 * _GENERATION) == known:
+        while load_atomic(state + 8 * _GENERATION) == known:
             waits += 1
             if waits < _SPINS:
                 _pause()
             elif waits < _SPINS + _YIELDS:
                 _yield_processor()
             else:
-                _put(sleeps, 1)
+                store_atomic(sleeps, 1)
                 # Who announces looks at `sleeps` after it changed the generation, so one of the
                 # two sees the other; who takes the 1 back decides whether there is a post to take.
-                changed = _load(state + 8 * _GENERATION) != known
-                if not changed or _swap(sleeps, 0) == 0:
+                changed = load_atomic(state + 8 * _GENERATION) != known
+                if not changed or swap_atomic(sleeps, 0) == 0:
                     while _semaphore_wait(semaphore) != 0:
                         pass
                 waits = 0
@@ -212,10 +186,10 @@ def _work(state: int, thread: int, threads: int) -> None:
 
 @inlined
 def _announce(state: int, threads: int) -> None:
-    _add(state + 8 * _GENERATION, 1)
+    add_atomic(state + 8 * _GENERATION, 1)
     for worker in range(threads - 1):
         own = state + 8 * (_WORKERS + worker * _WORKER_LINES * _LINE)
-        if _load(own) and _swap(own, 0):
+        if load_atomic(own) and swap_atomic(own, 0):
             _semaphore_post(own + 8 * _LINE)
 
 

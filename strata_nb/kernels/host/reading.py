@@ -1,4 +1,4 @@
-"""Measure how fast this machine's memory can be read: the limit of every decode step.
+"""Read the host's memory and do nothing with it: the limit of every decode step.
 
 Nothing is computed but a sum, so no loop over the same bytes can be faster by much.
 """
@@ -39,8 +39,8 @@ def read(place: int, size: int, result: int) -> None:
     store(result, (first + second) + (third + fourth))
 
 
-def read_seconds(memory: NDArray[np.uint8], threads: int) -> float:
-    """Return the seconds in which `threads` threads together read `memory` once, at their best."""
+def read_passes(memory: NDArray[np.uint8], threads: int, passes: int = PASSES) -> list[float]:
+    """Return the seconds of each pass in which `threads` threads together read `memory` once."""
     sums = np.empty((threads, SUM_BYTES), np.uint8)
     steps = memory.size // STEP_BYTES
 
@@ -48,7 +48,7 @@ def read_seconds(memory: NDArray[np.uint8], threads: int) -> float:
         first, last = (steps * number // threads * STEP_BYTES for number in (thread, thread + 1))
         read(memory.ctypes.data + first, last - first, sums[thread].ctypes.data)
 
-    return min(seconds(part, threads) for _ in range(PASSES))
+    return [seconds(part, threads) for _ in range(passes)]
 
 
 def seconds(work: Callable[[int, int], None], threads: int) -> float:

@@ -1,0 +1,381 @@
+"""Steps of a model on a device: room for their cells, their programs, what policies do behind them.
+
+Where the device draws tokens, the window behind a decoded token begins before the host has seen
+that token (`device_windows`), if its choice is known and nothing has to move for it:
+
+    device    window n | window n+1                  | window n+2
+    host      token n-1 | begin n+1 | land n | policy, token n ... | begin n+2 | land n+1 ...
+
+A window ahead is a guess that the next call asks for just that. Any other call *drops* it: waits,
+forgets its cells, and takes back what it has counted, so that everything is as if it had not been.
+
+The order of what may not overlap: memory and experts move only while nothing is in flight. What a
+policy wants behind window n waits until n+1, which may read those slots, has landed; n+2 begins
+behind the moves. Growth of the K/V does not wait for a window ahead, but the other way round: where
+a window would need it, none begins ahead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from strata_nb.backend import Backend
+from strata_nb.cache.elastic import ElasticKV
+from strata_nb.cache.experts import ExpertArena, Tier
+from strata_nb.cache.kv import KVCache
+from strata_nb.cache.policy import Moves
+from strata_nb.cache.residency import Residency
+from strata_nb.cache.routing import RoutingTrace
+from strata_nb.device_heads import Heads, Record
+from strata_nb.device_windows import Counts, Fetched, Landed, Window, Windows
+from strata_nb.errors import ConfigError, StrataError
+from strata_nb.interrupts import interrupts_later
+from strata_nb.kernels.reference import Floats
+from strata_nb.models.places import Programs
+from strata_nb.sampling import Choice
+from strata_nb.shared_tables import SharedTable
+from strata_nb.steps import WINDOW_ROWS, Result, Row
+
+
+class SharedCounts(NamedTuple):
+    """Hold the tables of `ExpertArena.use` and `tally`, and where programs count."""
+
+    use: SharedTable
+    tally: SharedTable
+    use_address: int
+    tally_address: int
+
+
+class DeviceSteps:
+    """Run steps, one after the other; who calls holds the model's lock.
+
+    vocabulary, top_k   of the model
+    told   called behind a step with the number of its rows; None: nobody wants to know
+    """
+
+    def __init__(
+        self,
+        backend: Backend[Any],
+        programs: Programs,
+        counts: SharedCounts,
+        kv: KVCache,
+        arena: ExpertArena,
+        elastic: ElasticKV | None,
+        residency: Residency,
+        trace: RoutingTrace | None,
+        told: Callable[[int], None] | None,
+        *,
+        vocabulary: int,
+        top_k: int,
+    ) -> None:
+        self._backend, self._programs, self._counts = backend, programs, counts
+        self._kv, self._arena, self._elastic = kv, arena, elastic
+        self._residency, self._trace, self._told = residency, trace, told
+        self._top_k = top_k
+        self.record = Record(programs)
+        wanted = [programs.body, programs.head, programs.choice]
+        if backend.chooses_tokens:
+            wanted.append(programs.window)
+        self._body, head, choice, *window = backend.prepare(wanted)
+        self.heads = Heads(backend, programs, self.record, head, choice, vocabulary)
+        self.windows = self._open_windows(*window) if window else None
+        self._ahead: Window | None = None  # the only one in flight between two calls
+        self._moves: Moves | None = None  # that wait until it has landed
+        self._last: tuple[int, ...] = ()  # sequences of the last step
+        self._has_flown = False  # since counts were fetched last
+
+    def _open_windows(self, program: Any) -> Windows | None:
+        counts = Counts(
+            self._counts.use_address,
+            self._counts.use.array.size,
+            self._counts.tally_address,
+            self._counts.tally.array.size,
+        )
+        words = self._route_words
+        flights = self._backend.flights(
+            Windows.most_sent(self.record), Windows.most_fetched(counts, words)
+        )
+        if flights is None:
+            raise AssertionError("a device that draws tokens has flights")
+        return Windows(flights, program, self._programs, self.record, counts, words)
+
+    # What is done.
+
+    def step(self, rows: Sequence[Row]) -> Floats:
+        return self._whole_step(rows, self.heads.logits)
+
+    def choose(
+        self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice]
+    ) -> list[int]:
+        before = {row.sequence: self._kv.length(row.sequence) for row in rows}
+        try:
+            now, self._ahead = self._asked_for(rows, how), None
+            if now is None and (
+                self.windows is None or not rows or not self.windows.can_draw(rows, how)
+            ):
+                return self._whole_step(rows, lambda wanted: self.heads.tokens(wanted, how))
+            return self._window(now, rows, how, ahead)
+        except BaseException:
+            self._break_off(before)
+            raise
+
+    def settle(self) -> None:
+        """Let nothing be in flight, and let tables say what there is: then memory may be moved."""
+        if self._ahead is None and not self._has_flown and self._moves is None:
+            return
+        with interrupts_later():
+            ahead, self._ahead = self._ahead, None
+            moves, self._moves = self._moves, None
+            try:
+                self._backend.wait()
+                self._has_flown = False
+                if ahead is not None:
+                    self._uncount(len(ahead.sequences))
+            finally:
+                if ahead is not None:
+                    for sequence in ahead.sequences:
+                        self._kv.rewind(sequence, self._kv.length(sequence))
+            if moves is not None:
+                self._residency.carry_out(moves)
+
+    def end(self) -> None:
+        """Wait for a window in flight, which nobody wants: its memory is freed next."""
+        if self._ahead is not None:
+            with suppress(StrataError):
+                self._backend.wait()
+
+    def pause(self) -> None:
+        """Begin nothing ahead of the next window.
+
+        Somebody who looks at each token would have each window dropped, and run twice.
+        """
+        self._last = ()
+
+    def chosen(self, rows: int) -> npt.NDArray[np.int64]:
+        """Return the experts that the rows of the last step used: (rows, layers, top_k)."""
+        words = np.empty(self._route_words, np.int64)
+        if len(words):
+            self._backend.fetch(self._programs.chosen[0], words)
+        return self._routes(words, rows)
+
+    # Windows.
+
+    def _asked_for(self, rows: Sequence[Row], how: Sequence[Choice]) -> Window | None:
+        """Return the window in flight if it is this one; else there is none in flight."""
+        if self._ahead is None or self._ahead.is_of(rows, how):
+            return self._ahead
+        self.settle()
+        return None
+
+    def _window(
+        self,
+        now: Window | None,
+        rows: Sequence[Row],
+        how: Sequence[Choice],
+        ahead: Sequence[Choice],
+    ) -> list[int]:
+        windows = self.windows
+        if windows is None:
+            raise AssertionError("windows are for devices that draw tokens")
+        if now is None:
+            now = self._begin(windows, rows, how)
+        if self._moves is None:
+            self._begin_ahead(windows, now, ahead, 1)
+        landed = windows.land(now)
+        if min(landed.tokens) < 0:
+            return self._refused(now, rows, how)
+        for sequence in now.sequences:
+            self._kv.advance(sequence, 1)
+        if self._moves is not None:  # nothing is in flight
+            moves, self._moves = self._moves, None
+            self._residency.carry_out(moves)
+            self._begin_ahead(windows, now, ahead, 0)
+        self._follow(landed, len(rows))
+        if self._trace is not None and landed.routes is not None:
+            self._trace.append(self._routes(landed.routes, len(rows)))
+        if self._told is not None:
+            self._told(len(rows))
+        if self._elastic is not None:
+            self._elastic.when_idle()
+        if self._ahead is not None:
+            places = zip(now.sequences, landed.tokens, strict=True)
+            self._ahead.rows = [Row(sequence, token, True) for sequence, token in places]
+        self._last = now.sequences
+        return landed.tokens
+
+    def _begin(self, windows: Windows, rows: Sequence[Row], how: Sequence[Choice]) -> Window:
+        new = Counter(row.sequence for row in rows)
+        if self._elastic is not None and not self._elastic.is_ample(new):
+            self.settle()  # who gives the memory is chosen by the use of experts
+            self._elastic.before_step(new)
+        for sequence, cells in new.items():
+            self._kv.extend(sequence, cells)
+        lengths = {sequence: self._kv.length(sequence) for sequence in new}
+        positions = []
+        for row in rows:
+            positions.append(lengths[row.sequence])
+            lengths[row.sequence] += 1
+        self._has_flown = True
+        return windows.begin(rows, how, positions, self._fetched())
+
+    def _begin_ahead(
+        self, windows: Windows, now: Window, how: Sequence[Choice], unread: int
+    ) -> None:
+        """Begin the window that reads what `now` draws, if nothing has to move for that.
+
+        Where sequences take turns, a window ahead would be dropped each time: none begins then.
+
+        how      choices of that window, none where they depend on the tokens
+        unread   cells that `now` writes and that are not counted yet
+        """
+        sequences, kv = now.sequences, self._kv
+        if not how or self._last != sequences or len(set(sequences)) < len(sequences):
+            return
+        cells = unread + 1
+        if not all(kv.has_room(sequence, cells) for sequence in sequences):
+            new = dict.fromkeys(sequences, cells)
+            if any(kv.length(sequence) + cells > kv.context for sequence in sequences):
+                return
+            if kv.blocks_wanted(new) > kv.usable_blocks:
+                return
+            if self._elastic is not None and not self._elastic.is_ample(new):
+                return
+        for sequence in sequences:
+            kv.extend(sequence, cells)
+        positions = [kv.length(sequence) + unread for sequence in sequences]
+        self._has_flown = True
+        self._ahead = windows.begin_behind(now, how, positions, self._fetched())
+
+    def _fetched(self) -> Fetched:
+        """Say what a window that begins now shall bring beside its tokens."""
+        moving = self._arena.usable_slots > 0 and not self._arena.is_complete
+        return Fetched(moving or self._told is not None, self._trace is not None)
+
+    def _follow(self, landed: Landed, rows: int) -> None:
+        """Tell policies of a window, and do what they want now or behind the window in flight."""
+        if landed.use is not None and landed.tally is not None:
+            self._counts.use.receive().reshape(-1)[:] = landed.use
+            self._counts.tally.receive()[:] = landed.tally
+        if not self._arena.usable_slots:
+            return
+        if landed.use is None or self._arena.is_complete:
+            self._residency.pass_over(rows)
+            return
+        moves = self._residency.decide(rows)
+        if self._ahead is None:
+            self._residency.carry_out(moves)
+        elif moves.evicted or moves.inserted:
+            self._moves = moves
+
+    def _refused(self, now: Window, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
+        """Read rows again whose logits gave no token: the host says why."""
+        self._backend.wait()
+        self._ahead = None
+        for sequence in now.sequences:
+            self._kv.rewind(sequence, self._kv.length(sequence))
+        return self._whole_step(rows, lambda wanted: self.heads.tokens(wanted, how))
+
+    def _uncount(self, rows: int) -> None:
+        """Take back what the last step has counted, which was dropped."""
+        if not self._programs.chosen:
+            return
+        use, tally = self._counts.use.array.copy(), self._counts.tally.array.copy()
+        for row in self.chosen(rows):
+            for layer, experts in enumerate(row):
+                use[layer, experts] -= 1
+                hits = np.count_nonzero(self._arena.expert_tier[layer, experts] == Tier.SLOT)
+                tally -= [hits, len(experts) - hits]
+        self._counts.use[:] = use
+        self._counts.tally[:] = tally
+
+    # Other steps.
+
+    def _whole_step(self, rows: Sequence[Row], head: Callable[[list[int]], Result]) -> Result:
+        """Read rows; return what `head` returns, which is called with the rows it is for."""
+        most = self._programs.max_rows
+        if not 1 <= len(rows) <= most:
+            raise ConfigError(f"a step of {len(rows)} rows", hint=f"1 to {most} rows")
+        self.settle()
+        new = Counter(row.sequence for row in rows)
+        before = {sequence: self._kv.length(sequence) for sequence in new}
+        if self._elastic is not None:
+            self._elastic.before_step(new)
+        try:
+            result = self._step(rows, new, dict(before), head)
+        except BaseException:
+            self._break_off(before)
+            raise
+        self._last = tuple(new)
+        if self._elastic is not None:
+            self._elastic.when_idle()
+        return result
+
+    def _step(
+        self,
+        rows: Sequence[Row],
+        new: Counter[int],
+        lengths: dict[int, int],
+        head: Callable[[list[int]], Result],
+    ) -> Result:
+        for sequence, cells in new.items():
+            self._kv.extend(sequence, cells)
+        self.record.write(rows, lengths)
+        self._backend.send(self.record.address, self.record.words)
+        self._run_body(len(rows))
+        result = head([n for n, row in enumerate(rows) if row.wants_logits])
+        self._backend.wait()
+        if self._arena.usable_slots:
+            if self._arena.is_complete:
+                self._residency.pass_over(len(rows))
+            else:
+                self._residency.after(len(rows))
+        if self._trace is not None:  # behind all that may fail: a step that is repeated counts once
+            self._trace.append(self.chosen(len(rows)))
+        for sequence, cells in new.items():
+            self._kv.advance(sequence, cells)
+        if self._told is not None:
+            self._told(len(rows))
+        return result
+
+    def _run_body(self, rows: int) -> None:
+        if rows <= WINDOW_ROWS or self._backend.most_rows is not None:
+            self._backend.run(self._body, rows)
+            return
+        first = 0
+        for end in self._programs.layer_ends:
+            self._backend.run(self._body, rows, first, end)
+            first = end
+
+    # What they share.
+
+    def _break_off(self, before: Mapping[int, int]) -> None:
+        """End what is in flight after an error, and forget the cells behind these lengths."""
+        self._ahead = self._moves = None
+        with suppress(StrataError):  # what failed first is what is told
+            self._backend.wait()  # what was begun may still use what is moved or freed next
+            self._has_flown = False
+        for sequence, length in before.items():
+            self._kv.rewind(sequence, length)  # the room that it got is free again
+
+    @property
+    def _route_words(self) -> int:
+        """How many words there are from the first layer's routes to the end of the last one's."""
+        chosen = self._programs.chosen
+        if not chosen:
+            return 0
+        return (chosen[-1] - chosen[0]) // 8 + self._top_k * self._programs.max_rows
+
+    def _routes(self, words: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]:
+        """Return the routes (rows, layers, top_k) that lie in words as in the device's memory."""
+        chosen, size = self._programs.chosen, rows * self._top_k
+        places = [(address - chosen[0]) // 8 for address in chosen]
+        routes = np.empty((rows, len(chosen), self._top_k), np.int64)
+        for layer, place in enumerate(places):
+            routes[:, layer] = words[place : place + size].reshape(rows, self._top_k)
+        return routes

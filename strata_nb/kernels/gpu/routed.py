@@ -1,0 +1,109 @@
+"""What a card launches in place of a layer's routing and experts: three kernels of its own.
+
+    the table                          a card
+    router_top_k, expert_group         route           choices, counts, where the experts are
+    expert_gather                      -               rows are read where they are
+    expert_gate_up                     expert_gate_up  in order of choices
+    expert_down                        expert_down
+
+The table sorts choices by expert, for devices that read a prompt's rows many at a time. A card has
+few rows: choice row * top_k + k stays where it is, `starts` and `places` are not written, and in
+the place of `members` are the addresses of the experts' blobs.
+
+The arguments of the three are named as those of the table; what `blobs` is says `routing.py`.
+`inner`, `packed` and what `expert_down` reads of them have a row for each choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from strata_nb.kernels.gpu.card_launch import CardLaunch
+from strata_nb.kernels.gpu.experts import expert_down_kernel, expert_gate_up_kernel
+from strata_nb.kernels.gpu.operations import Arguments, GpuKernel
+from strata_nb.kernels.gpu.routing import route_kernel
+from strata_nb.kernels.program import Launch
+from strata_nb.kernels.table import KERNELS
+
+FUSED = ("router_top_k", "expert_group", "expert_gather", "expert_gate_up", "expert_down")
+
+
+class CardKernel(NamedTuple):
+    """Describe a kernel that cards alone have: its arguments by name, and what returns it.
+
+    find   of a variant and arguments
+    """
+
+    arguments: tuple[str, ...]
+    kinds: tuple[str, ...]
+    find: Callable[[Any, Arguments], GpuKernel]
+
+    def part(self, given: Mapping[str, int], variant: Any = None, label: str = "") -> CardLaunch:
+        """Return a launch of it; of what is given it takes what it has arguments for."""
+        arguments = {name: given[name] for name in self.arguments}
+        return CardLaunch(self.find(variant, arguments), label, arguments, self.kinds)
+
+
+def _kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> CardKernel:
+    """Return a kernel whose addresses are written `*name`, as in the table."""
+    words = arguments.split()
+    kinds = tuple("address" if word.startswith("*") else "integer" for word in words)
+    return CardKernel(tuple(word.lstrip("*") for word in words), kinds, find)
+
+
+CARD_KERNELS = {
+    "route": _kernel(
+        "*rows *logits *tier *addresses *use *tally *chosen *shares *blobs experts top_k "
+        "renormalise",
+        lambda _, given: route_kernel(given["experts"], given["top_k"]),
+    ),
+    "expert_gate_up": _kernel(
+        "*rows *blobs *x *inner *packed gate_offset up_offset top_k values outputs row_bytes",
+        lambda pair, given: expert_gate_up_kernel(
+            pair[0], pair[1], given["values"], given["outputs"]
+        ),
+    ),
+    "expert_down": _kernel(
+        "*rows *blobs *inner *shares *y down_offset top_k values outputs",
+        lambda kind, given: expert_down_kernel(
+            kind, given["values"], given["outputs"], given["top_k"]
+        ),
+    ),
+}
+
+
+def with_routes(program: Sequence[Launch | CardLaunch]) -> Iterator[Launch | CardLaunch]:
+    """Yield the launches of a program, with those of each layer's experts as a card has them.
+
+    ValueError where one of them stands alone: it has no kernel on a card.
+    """
+    number = 0
+    while number < len(program):
+        one = program[number]
+        if isinstance(one, CardLaunch) or one.kernel not in FUSED:
+            yield one
+            number += 1
+            continue
+        layer = [one for one in program[number : number + len(FUSED)] if isinstance(one, Launch)]
+        if tuple(part.kernel for part in layer) != FUSED:
+            names = ", ".join(part.kernel for part in layer)
+            raise ValueError(f"{one.label}: a card takes {', '.join(FUSED)} together, not {names}")
+        yield from _routed(*layer)
+        number += len(FUSED)
+
+
+def _routed(
+    router: Launch, group: Launch, gather: Launch, gate_up: Launch, down: Launch
+) -> Iterator[CardLaunch]:
+    after = {**_named(gate_up), "blobs": _named(group)["members"]}
+    yield CARD_KERNELS["route"].part(
+        {**_named(router), **_named(group), **after}, label=router.label
+    )
+    yield CARD_KERNELS["expert_gate_up"].part(after, gate_up.variant, gate_up.label)
+    yield CARD_KERNELS["expert_down"].part({**after, **_named(down)}, down.variant, down.label)
+
+
+def _named(launch: Launch) -> dict[str, int]:
+    names = [argument.name for argument in KERNELS[launch.kernel].arguments]
+    return dict(zip(names, launch.arguments, strict=True))
