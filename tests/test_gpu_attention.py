@@ -12,6 +12,7 @@ from kv_store import Store, random_heads
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.formats import CACHE_TYPES
+from strata_nb.kernels.gpu import attention
 from strata_nb.kernels.gpu.attention import attention_kernel
 from strata_nb.kernels.gpu.functions import gpu_kernel
 from strata_nb.kernels.runs import RUN_CELLS
@@ -82,7 +83,11 @@ def test_a_row_has_the_same_bits_alone_and_among_others(gpu: Run) -> None:
         assert np.array_equal(alone[0], together[row])
 
 
-def test_a_row_attends_over_many_runs(gpu: Run) -> None:
+@pytest.mark.parametrize("blocks", [1, 512])
+def test_a_row_attends_over_many_runs_whoever_computes_them(
+    monkeypatch: pytest.MonkeyPatch, gpu: Run, blocks: int
+) -> None:
+    monkeypatch.setattr(attention, "_BLOCKS", blocks)
     kv = Store(("int8", "f16"), 1, (8, 8), cells=2 * RUN_CELLS + 64)
     kv.fill(0, 2 * RUN_CELLS + 10)
     q = random_heads(3, 1, 8) * np.float32(4)

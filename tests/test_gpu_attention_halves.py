@@ -8,8 +8,9 @@ from attending import attend, close, expected, rows_are_close
 from gpu_launches import Run, shaped
 from kv_store import Floats, Store, random_heads
 
-from strata_nb.kernels.gpu import runs
+from strata_nb.kernels.gpu import attention_halves
 from strata_nb.kernels.gpu.functions import gpu_kernel
+from strata_nb.kernels.gpu.runs import grid_of
 from strata_nb.kernels.runs import RUN_CELLS
 
 HALVES = ("f16", "f16")
@@ -77,7 +78,7 @@ def test_runs_have_the_same_bits_whoever_computes_them(
     q = random_heads(1, 4, 32)
     position = cells - 20
     usual = attend(gpu, kv, q, [0], [position])
-    monkeypatch.setattr(runs, "_BLOCKS", blocks)
+    monkeypatch.setattr(attention_halves, "_BLOCKS", blocks)
     assert np.array_equal(attend(gpu, kv, q, [0], [position]), usual)
     assert close(usual, expected(kv, q, 0, [position]))
 
@@ -105,6 +106,12 @@ def test_cells_behind_a_row_leave_no_trace(gpu: Run) -> None:
 def test_queries_of_any_size_are_as_exact(gpu: Run, size: float) -> None:
     kv = filled(1, (64, 64), 64)
     q = random_heads(1, 2, 64) * np.float32(size)
+    assert close(attend(gpu, kv, q, [0], [50]), expected(kv, q, 0, [50]))
+
+
+def test_heads_whose_queries_differ_in_size_are_as_exact(gpu: Run) -> None:
+    kv = filled(1, (32, 64), 64)
+    q = random_heads(1, 4, 32) * np.array([1e-4, 10, 1, 1e3], np.float32)[:, None]
     assert close(attend(gpu, kv, q, [0], [50]), expected(kv, q, 0, [50]))
 
 
@@ -138,10 +145,10 @@ def test_infinite_scores_do_what_the_softmax_says(gpu: Run) -> None:
 
 def test_the_grid_fills_a_card_and_has_no_more_blocks_than_runs() -> None:
     def blocks(tiles: int, rows: int, cells: int) -> int:
-        return runs.grid_of(tiles, {"table_width": cells // 64}, rows)[2]
+        return grid_of(tiles, {"table_width": cells // 64}, rows, 128)[2]
 
-    assert blocks(4, 1, 32_768) == 64
-    assert blocks(4, 8, 32_768) == 8
+    assert blocks(4, 1, 32_768) == 32
+    assert blocks(4, 8, 32_768) == 4
     assert blocks(4, 1, 512) == 1
     assert blocks(4, 1, 576) == 2
     assert blocks(512, 8, 32_768) == 1

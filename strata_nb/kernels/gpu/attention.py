@@ -51,6 +51,7 @@ from strata_nb.kernels.gpu.planes import keys_reader, plane_bytes, values_reader
 from strata_nb.kernels.gpu.runs import grid_of, maxima_of, room_for_runs, work_of
 from strata_nb.kernels.runs import RUN_CELLS
 
+_BLOCKS = 512  # of threads: a large card takes some at a time on each multiprocessor
 _THREADS = 256
 _PARTS_SHIFT = 2
 _PARTS = 1 << _PARTS_SHIFT  # threads that share a cell's key
@@ -211,7 +212,6 @@ def attention_kernel(
                 store_f32(place, best)
                 total = shared_load_f32(_TOTALS) + shared_load_f32(_TOTALS + 4)
                 store_f32(place + 4 * room, total)
-            barrier()
             run += i64(blocks_z())
 
     name = f"attention_{keys}_{values}_{key_length}_{value_length}_{group}"
@@ -220,6 +220,6 @@ def attention_kernel(
         name,
         attention,
         _THREADS,
-        lambda given, most_rows: grid_of(given["heads"], given, most_rows),
+        lambda given, most_rows: grid_of(given["heads"], given, most_rows, _BLOCKS),
         lambda _: results + 4 * value_length * slots,
     )

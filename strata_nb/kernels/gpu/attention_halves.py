@@ -29,14 +29,13 @@ from strata_nb.kernels.gpu.exponential import exp
 from strata_nb.kernels.gpu.halves import (
     halves_of,
     high_halves,
-    largest,
-    loader_of_floats,
+    loader_of_queries,
     loader_of_words,
     low_halves,
     magnitude_of,
     power_below,
     products,
-    splitter,
+    store_query,
 )
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
@@ -50,6 +49,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     i32,
     i64,
     larger_f32,
+    load_4xf32,
     load_4xi32,
     load_i64,
     mma_16x8x8,
@@ -62,12 +62,13 @@ from strata_nb.kernels.gpu.intrinsics import (
     store_f32,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import Function, GpuKernel
+from strata_nb.kernels.gpu.operations import Function, GpuKernel, warp_max
 from strata_nb.kernels.gpu.planes import plane_bytes
 from strata_nb.kernels.gpu.runs import grid_of, maxima_of, room_for_runs, work_of
 from strata_nb.kernels.runs import RUN_BLOCKS, RUN_CELLS
 
-_WARPS = 8
+_BLOCKS = 128  # of threads: as many as large cards have multiprocessors, which take one each
+_WARPS = 8  # and K/V blocks of a run
 _THREADS = _WARPS * WARP
 _TILE = 8  # heads
 _CHUNK = 16  # cells that a warp takes at a time
@@ -81,11 +82,13 @@ _UNIT = float(1 << 15)  # the largest weight, so that small ones are exact halve
 _REGISTERS = 255  # one block a multiprocessor, with many loads on their way
 
 # Shared memory, in bytes: the addresses of two runs' blocks, the largest score and the sum of the
-# weights of each warp and head; then the scores, and where these were the warps' results.
+# weights of each warp and head, what undoes the growth of the heads' queries; these as words, then
+# the scores, and where these were the warps' results.
 _ADDRESSES = 0
 _MAXIMA = _ADDRESSES + 2 * 8 * RUN_BLOCKS
 _TOTALS = _MAXIMA + 4 * _WARPS * _TILE
-_SCORES = _TOTALS + 4 * _WARPS * _TILE
+_SHRUNK = _TOTALS + 4 * _WARPS * _TILE
+_QUERIES = _SHRUNK + 4 * _TILE
 _SCORE_BYTES = 4 * RUN_CELLS * _TILE
 
 _KEY_LENGTHS, _VALUE_LENGTHS = (32, 64, 96, 128), (64, 128)
@@ -247,29 +250,28 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
     loads, pieces = key_length // 32, value_length // 64
     results = 16 * pieces  # of a lane
     key_words = 4 * loads
-    query_floats, query_largest = loader_of_floats(loads, 128), largest(loads)
-    query_words, load_key = splitter(loads), loader_of_words(loads, 64)
+    load_queries, load_key = loader_of_queries(loads), loader_of_words(loads, 64)
     score, load_values, mix = products(loads), _loader_of_cells(pieces), _mixer(pieces)
     store_results = _storer(results)
     key_bytes, value_bytes = 2 * key_length, 2 * value_length
     key_plane, value_plane = plane_bytes("f16", key_length), plane_bytes("f16", value_length)
     tiles = tiles_of(group)
     result_bytes = 128 * results  # of a warp
+    scores_at = _QUERIES + 4 * _TILE * key_length
     value_shift = value_length.bit_length() - 1
     no_scores, no_results = _zeros(8), _zeros(results)
 
     def announce(
-        run: int, line: int, position: int, thread: int, buffer: int, k_plane: int, v_plane: int
+        run: int, line: int, position: int, warp: int, buffer: int, k_plane: int, v_plane: int
     ) -> None:
-        """Write where a run's blocks are, and have what the row sees of them brought nearer."""
-        if thread < RUN_BLOCKS:
-            number = run * RUN_BLOCKS + thread
-            block = load_i64(line + 8 * min(number, position >> _BLOCK_SHIFT))
-            shared_store_i64(_ADDRESSES + 8 * (RUN_BLOCKS * buffer + thread), block)
-            cells = min(position + 1 - BLOCK_CELLS * number, BLOCK_CELLS)
-            if cells > 0:
-                prefetch(block + k_plane, i32(key_bytes * cells))
-                prefetch(block + v_plane, i32(value_bytes * cells))
+        """Write where a run's block of a warp's number is, and bring what is seen of it nearer."""
+        number = run * RUN_BLOCKS + warp
+        block = load_i64(line + 8 * min(number, position >> _BLOCK_SHIFT))
+        shared_store_i64(_ADDRESSES + 8 * (RUN_BLOCKS * buffer + warp), block)
+        cells = min(position + 1 - BLOCK_CELLS * number, BLOCK_CELLS)
+        if cells > 0:
+            prefetch(block + k_plane, i32(key_bytes * cells))
+            prefetch(block + v_plane, i32(value_bytes * cells))
 
     def cell_of(first: int, cell: int, last: int, addresses: int, each: int) -> Any:
         """Return the address of a cell of a run, of the last one that is seen if it is behind."""
@@ -319,41 +321,43 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
         kv_head = tile // tiles
         first_of_tile = _TILE * (tile - tiles * kv_head)
         k_plane, v_plane = k_offset + key_plane * kv_head, v_offset + value_plane * kv_head
-        if run <= last_run:
-            announce(run, line, position, thread, 0, k_plane, v_plane)
+        warp, lane = thread >> 5, thread & 31
+        if run <= last_run and lane == 0:
+            announce(run, line, position, warp, 0, k_plane, v_plane)
+        barrier()
         await_previous()
         if run > last_run:
             return
-        warp, lane = thread >> 5, thread & 31
         g, t = lane >> 2, lane & 3
         first_head = row * heads + group * kv_head + first_of_tile
         used = min(group - first_of_tile, _TILE)
-        query = query_floats(q + 4 * key_length * (first_head + min(g, used - 1)) + 32 * t)
-        magnitude = query_largest(query)
-        magnitude = larger_f32(magnitude, shuffle_xor_f32(magnitude, 1))
-        magnitude = larger_f32(magnitude, shuffle_xor_f32(magnitude, 2))
+        k_place, v_place = k_plane + 16 * t, v_plane + 16 * g
+
+        # A warp has a head, and where there are too few of something the last one again.
+        part = min(lane, key_length // 4 - 1)
+        query = load_4xf32(q + 4 * key_length * (first_head + min(warp, used - 1)) + 16 * part)
+        first, addresses, buffer = run << _RUN_SHIFT, i64(_ADDRESSES), i64(0)
+        start, last = first + _CHUNK * warp, min(position, first + RUN_CELLS - 1)
+        keys = keys_of(first, start, g, last, addresses, k_place)
+        magnitude = larger_f32(magnitude_of(query[0]), magnitude_of(query[1]))
+        magnitude = larger_f32(magnitude, magnitude_of(query[2]))
+        magnitude = warp_max(larger_f32(magnitude, magnitude_of(query[3])))
         up, down = power_below(magnitude)
-        words = query_words(query, up)
-        scale *= down
-        buffer = i64(0)
+        shared_store_f32(_SHRUNK + 4 * warp, down)
+        near, far = halves_of(query[0] * up, query[1] * up), halves_of(query[2] * up, query[3] * up)
+        store_query(_QUERIES, warp, part, near, far)
         barrier()
+        scale *= shared_load_f32(_SHRUNK + 4 * g)
 
-        while run <= last_run:
-            first = run << _RUN_SHIFT
-            addresses = _ADDRESSES + 8 * RUN_BLOCKS * buffer
+        while True:
             buffer = 1 - buffer
-            if run + step <= last_run:
-                announce(run + step, line, position, thread, buffer, k_plane, v_plane)
-            start = first + _CHUNK * warp
-            last = min(position, first + RUN_CELLS - 1)
+            if run + step <= last_run and lane == 0:
+                announce(run + step, line, position, warp, buffer, k_plane, v_plane)
             behind = start + (last - start + _ROUND & -_ROUND)  # of this warp's chunks
-            scores = _SCORES + 4 * thread
-            k_place = k_plane + 16 * t
-            v_place = v_plane + 16 * g
+            scores = scores_at + 4 * thread
 
-            best = f32(_MINUS_INFINITY)
-            keys = keys_of(first, start, g, last, addresses, k_place)
-            chunk = start
+            words = load_queries(_QUERIES, lane)
+            best, chunk = f32(_MINUS_INFINITY), start
             while chunk < behind:
                 following = keys_of(first, chunk + _ROUND, g, last, addresses, k_place)
                 found = score(words, keys[:key_words], keys[key_words:], no_scores())
@@ -381,7 +385,7 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
             # While all scores are -infinity, any finite number gives the weights 0.
             finite = f32(0.0) if best == f32(_MINUS_INFINITY) else best
             total, sums = f32(0.0), no_results()
-            scores = _SCORES + 4 * thread
+            scores = scores_at + 4 * thread
             chunk = start
             while chunk < behind:
                 more = values_of(first, chunk + _ROUND, t, last, addresses, v_place)
@@ -399,7 +403,7 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
             if t == 0:
                 shared_store_f32(_TOTALS + 4 * (_TILE * warp + g), total)
             barrier()
-            store_results(_SCORES + result_bytes * warp, lane, sums)
+            store_results(scores_at + result_bytes * warp, lane, sums)
             barrier()
 
             room = room_for_runs(table_width)
@@ -407,7 +411,7 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
             while number < used << value_shift:
                 head, value = number >> value_shift, number & (value_length - 1)
                 place = work_of(work, first_head + head, room, value_length)
-                found = _sum_of_warps(_SCORES + _place_of(head, value), result_bytes)
+                found = _sum_of_warps(scores_at + _place_of(head, value), result_bytes)
                 store_f32(place + 4 * (value_length * run + value), found)
                 number += _THREADS
             if thread < used:
@@ -416,8 +420,13 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
                 total = _sum_of_warps(_TOTALS + 4 * thread, 4 * _TILE)
                 store_f32(place, _largest_of_warps(_MAXIMA + 4 * thread))
                 store_f32(place + 4 * room, total)
-            barrier()
             run += step
+            if run > last_run:
+                return
+            barrier()
+            first, addresses = run << _RUN_SHIFT, _ADDRESSES + 8 * RUN_BLOCKS * buffer
+            start, last = first + _CHUNK * warp, min(position, first + RUN_CELLS - 1)
+            keys = keys_of(first, start, g, last, addresses, k_place)
 
     name = f"attention_halves_{key_length}_{value_length}_{group}"
     attention.__name__ = attention.__qualname__ = name
@@ -425,7 +434,7 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
         name,
         attention,
         _THREADS,
-        lambda given, most_rows: grid_of(tiles * given["kv_heads"], given, most_rows),
-        lambda _: _SCORES + max(_SCORE_BYTES, _WARPS * result_bytes),
+        lambda given, most_rows: grid_of(tiles * given["kv_heads"], given, most_rows, _BLOCKS),
+        lambda _: scores_at + max(_SCORE_BYTES, _WARPS * result_bytes),
         _REGISTERS,
     )

@@ -32,7 +32,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     store_f32,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import Arguments, Function, GpuKernel, blocks_of, warp_max
+from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, blocks_of, warp_max
 from strata_nb.kernels.gpu.runs import maxima_of, room_for_runs, work_of
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.kernels.runs import RUN_CELLS, runs_of
@@ -53,29 +53,36 @@ _AT_ONCE = 8  # runs whose values are on their way together
 _MINUS_INFINITY = float("-inf")
 
 
-@cache
-def _joiner(value_length: int, count: int = _AT_ONCE) -> Function:
-    """Return a function (place, left, shared, total): total and weights times values of `count`
-    runs, the first at an address; behind `left` runs there are none.
+def _four_of(place: int, left: int, step: int) -> Any:
+    """Return a float of four runs, of the last one in place of those behind it.
 
-    shared   where their weights are
+    left   runs from the first of the four on, 1 at least
+    step   bytes from a run to the next
     """
-    step = 4 * value_length
+    a, b = load_f32(place), load_f32(place + step * min(left - 1, 1))
+    return (
+        a,
+        b,
+        load_f32(place + step * min(left - 1, 2)),
+        load_f32(place + step * min(left - 1, 3)),
+    )
 
-    def once(place: int, left: int, shared: int, total: Any) -> Any:
-        value = load_f32(place if left > 0 else place - step * (1 - left))
-        return fma(shared_load_f32(shared), value if left > 0 else f32(0.0), total)
 
-    if count == 1:
-        return once
-    half = count // 2
-    first, second = _joiner(value_length, half), _joiner(value_length, count - half)
+def _eight_of(place: int, left: int, step: int) -> Any:
+    second = max(min(left - 1, 4), 0)
+    return _four_of(place, left, step) + _four_of(place + step * second, left - second, step)
 
-    def join(place: int, left: int, shared: int, total: Any) -> Any:
-        total = first(place, left, shared, total)
-        return second(place + step * half, left - half, shared + 4 * half, total)
 
-    return join
+def _joined(values: Any, weights: int, total: Any) -> Any:
+    """Return total and eight values times their weights, which begin at an offset."""
+    total = fma(shared_load_f32(weights), values[0], total)
+    total = fma(shared_load_f32(weights + 4), values[1], total)
+    total = fma(shared_load_f32(weights + 8), values[2], total)
+    total = fma(shared_load_f32(weights + 12), values[3], total)
+    total = fma(shared_load_f32(weights + 16), values[4], total)
+    total = fma(shared_load_f32(weights + 20), values[5], total)
+    total = fma(shared_load_f32(weights + 24), values[6], total)
+    return fma(shared_load_f32(weights + 28), values[7], total)
 
 
 @cache
@@ -85,7 +92,7 @@ def combine_kernel(value_length: int) -> GpuKernel:
     Quantised rows are for lengths that are multiples of 32. Reads 4 * (value_length + 2) bytes a
     run, writes 4 and 1.5 a value.
     """
-    join = _joiner(value_length)
+    step = 4 * value_length  # bytes from a run to the next
     threads = WARP * blocks_of(value_length, WARP)
 
     def combine(
@@ -101,19 +108,26 @@ def combine_kernel(value_length: int) -> GpuKernel:
         maxima = maxima_of(values, room, value_length)
         sums = maxima + 4 * room
 
-        run, best = thread & (WARP - 1), f32(_MINUS_INFINITY)
-        while run < runs:
-            best = larger_f32(best, load_f32(maxima + 4 * run))
-            run += WARP
+        # All that needs no decision is on its way at once.
+        place = values + 4 * min(thread, value_length - 1)
+        found = _eight_of(place, runs, step)
+        run, best = thread, f32(_MINUS_INFINITY)
+        largest = load_f32(maxima + 4 * min(run, runs - 1))
+        weighed = load_f32(sums + 4 * min(run, runs - 1))
+        lane = thread & (WARP - 1)
+        while lane < runs:
+            best = larger_f32(best, load_f32(maxima + 4 * lane))
+            lane += WARP
         best = warp_max(best)
         finite = f32(0.0) if best == f32(_MINUS_INFINITY) else best
-        run = thread
         while run < runs:
-            weight = exp(load_f32(maxima + 4 * run) - finite)
+            weight = exp(largest - finite)
             shared_store_f32(4 * run, weight)
-            shared_store_f32(4 * (room + _AT_ONCE + run), weight * load_f32(sums + 4 * run))
+            shared_store_f32(4 * (room + _AT_ONCE + run), weight * weighed)
             run += threads
-        if thread < _AT_ONCE:
+            largest = load_f32(maxima + 4 * min(run, runs - 1))
+            weighed = load_f32(sums + 4 * min(run, runs - 1))
+        if thread < _AT_ONCE:  # behind the last run, whose values are read in place of others
             shared_store_f32(4 * (runs + thread), f32(0.0))
         barrier()
 
@@ -121,12 +135,12 @@ def combine_kernel(value_length: int) -> GpuKernel:
         while run < runs:
             total += shared_load_f32(4 * (room + _AT_ONCE + run))
             run += 1
-        number = min(thread, value_length - 1)
         mixed, run = f32(0.0), i64(0)
         while run < runs:
-            place = values + 4 * (value_length * run + number)
-            mixed = join(place, runs - run, 4 * run, mixed)
+            mixed = _joined(found, 4 * run, mixed)
             run += _AT_ONCE
+            following = min(run, runs - 1)
+            found = _eight_of(place + step * following, runs - following, step)
         value = mixed / total
         before = value_length * head
         if thread < value_length:

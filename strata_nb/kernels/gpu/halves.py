@@ -16,10 +16,10 @@ from strata_nb.kernels.gpu.intrinsics import (
     f32_of_half,
     half_of_f32,
     i32,
-    larger_f32,
-    load_4xf32,
     load_4xi32,
     mma_16x8x8,
+    shared_load_i32,
+    shared_store_i32,
 )
 from strata_nb.kernels.gpu.operations import Function
 
@@ -63,23 +63,6 @@ def power_below(magnitude: Any) -> Any:
 
 
 @cache
-def loader_of_floats(times: int, step: int) -> Function:
-    """Return a function (address) that loads eight floats, and again `step` bytes further on."""
-
-    def eight(address: int) -> Any:
-        return load_4xf32(address) + load_4xf32(address + 16)
-
-    if times == 1:
-        return eight
-    others = loader_of_floats(times - 1, step)
-
-    def load(address: int) -> Any:
-        return eight(address) + others(address + step)
-
-    return load
-
-
-@cache
 def loader_of_words(times: int, step: int) -> Function:
     """Return a function (address) that loads four words, and again `step` bytes further on."""
 
@@ -96,44 +79,40 @@ def loader_of_words(times: int, step: int) -> Function:
     return load
 
 
-def _larger(x: Any, y: Any) -> Any:
-    return larger_f32(magnitude_of(x), magnitude_of(y))
+# Queries go through shared memory, where each warp leaves the words of a head: row r has word r of
+# each lane, turned by so much that those who write and those who read use all banks.
 
 
-def _largest_of_eight(x: Any) -> Any:
-    first = larger_f32(_larger(x[0], x[1]), _larger(x[2], x[3]))
-    return larger_f32(first, larger_f32(_larger(x[4], x[5]), _larger(x[6], x[7])))
-
-
-@cache
-def largest(times: int) -> Function:
-    """Return a function (floats): the largest magnitude of 8 * times floats."""
-    if times == 1:
-        return _largest_of_eight
-    others = largest(times - 1)
-
-    def of_all(x: Any) -> Any:
-        return larger_f32(_largest_of_eight(x), others(x[8:]))
-
-    return of_all
-
-
-def _split_eight(x: Any, factor: Any) -> Any:
-    first = halves_of(x[0] * factor, x[1] * factor) + halves_of(x[2] * factor, x[3] * factor)
-    return first + halves_of(x[4] * factor, x[5] * factor) + halves_of(x[6] * factor, x[7] * factor)
+def store_query(place: int, head: int, part: int, first: Any, second: Any) -> None:
+    """Store values 4 * part .. 4 * part + 3 of a head as `halves_of` has two pairs."""
+    row = 4 * (2 * (part >> 3) + (part & 1))
+    turned = place + 128 * row + 4 * ((4 * head + ((part >> 1) & 3) + row) & 31)
+    shared_store_i32(turned, first[0])
+    shared_store_i32(turned + 128, first[1])
+    shared_store_i32(turned + 256, second[0])
+    shared_store_i32(turned + 384, second[1])
 
 
 @cache
-def splitter(times: int) -> Function:
-    """Return a function (floats, factor): 8 * times floats times a factor, as pairs of words."""
+def loader_of_queries(times: int, row: int = 0) -> Function:
+    """Return a function (place, lane): a lane's 8 * times words from a row on."""
+
+    def eight(place: int, lane: int) -> Any:
+        first = place + 128 * row + 4 * ((lane + row) & 31)
+        second = place + 128 * (row + 4) + 4 * ((lane + row + 4) & 31)
+        a, b = shared_load_i32(first), shared_load_i32(first + 128)
+        c, d = shared_load_i32(first + 256), shared_load_i32(first + 384)
+        e, f = shared_load_i32(second), shared_load_i32(second + 128)
+        return a, b, c, d, e, f, shared_load_i32(second + 256), shared_load_i32(second + 384)
+
     if times == 1:
-        return _split_eight
-    others = splitter(times - 1)
+        return eight
+    others = loader_of_queries(times - 1, row + 8)
 
-    def split(x: Any, factor: Any) -> Any:
-        return _split_eight(x, factor) + others(x[8:], factor)
+    def load(place: int, lane: int) -> Any:
+        return eight(place, lane) + others(place, lane)
 
-    return split
+    return load
 
 
 def _step(a: Any, b: Any, x: Any, y: Any, c: Any) -> Any:

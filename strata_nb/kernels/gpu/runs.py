@@ -19,13 +19,12 @@ from typing import Any
 from strata_nb.kernels.gpu.operations import Arguments, Grid
 from strata_nb.kernels.runs import RUN_BLOCKS, runs_of
 
-_BLOCKS = 256  # of threads, which fill any card at once; as many as rows and heads need, or more
 
-
-def grid_of(tiles: int, arguments: Arguments, most_rows: int) -> Grid:
-    """Return the grid (tiles of heads, rows, N)."""
+def grid_of(tiles: int, arguments: Arguments, most_rows: int, blocks: int) -> Grid:
+    """Return the grid (tiles of heads, rows, N): about so many blocks of threads in all, or more if
+    rows and heads need more, and no more than there are runs."""
     runs = runs_of(arguments["table_width"])
-    return tiles, most_rows, max(1, min(runs, _BLOCKS // (tiles * most_rows)))
+    return tiles, most_rows, max(1, min(runs, blocks // (tiles * most_rows)))
 
 
 # -- in kernels ------------------------------------------------------------------------------------
