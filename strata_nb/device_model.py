@@ -249,15 +249,16 @@ class DeviceModel:
     def _fill(self, loaded: loading.HostExperts | None) -> None:
         """Wait for the experts, and copy those that the profile ranks to slots as they come.
 
-        Where every expert has a slot nothing need be known of them.
+        Where every expert has a slot, those that it does not rank follow.
         """
         order = self._prior.order() if self._prior is not None else []
         for rank, pair in enumerate(order, start=1):
             self.arena.prior[pair] = 1 - rank / (len(order) + 1)
         if loaded is None:
             return
-        every = list(np.ndindex(*self.arena.expert_tier.shape))
-        filling = self.arena.begin_fill(every if self.arena.usable_slots >= len(every) else order)
+        if self.arena.usable_slots >= self.arena.expert_tier.size:
+            order += np.ndindex(*self.arena.expert_tier.shape)
+        filling = self.arena.begin_fill(order)
 
         def ready(address: int, size: int) -> None:
             self._tell("block", device=None, owner="host", address=address, size=size)

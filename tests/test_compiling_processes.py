@@ -222,13 +222,17 @@ def test_what_is_on_disk_is_not_compiled_again_and_nothing_is_said(
     monkeypatch.setattr(cpu, "physical_cores", lambda: 2)
     values = {"rows": 1, "x": 2, "packed": 3, "times": 4, "values": 64}
     program = (launch("quantise", values),)
-    for one in ahead._functions(program):  # as in a process that has just begun
+    needed = list(ahead._functions(program))
+    assert len(needed) > 4  # of loading, of threads, and of the launch
+    for one in needed:  # as in a process that has just begun
         monkeypatch.setattr(one, "_made", None)
     said: list[str] = []
     ahead.compile_ahead([program, program], say=said.append)
     assert len(workers) == 1
     (line,) = said
-    assert line.startswith("compiling 6 kernels for this processor, once, in 2 processes")
+    assert line.startswith(
+        f"compiling {len(needed)} kernels for this processor, once, in 2 processes"
+    )
     compiled_here.clear()
     ahead.compile_ahead([program], say=said.append)
     assert (compiled_here, len(workers), len(said)) == ([], 1, 1)
