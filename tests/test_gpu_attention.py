@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 from attending import attend, close, expected, rows_are_close
-from gpu_launches import Run, check_code, shaped
+from gpu_launches import Run, shaped
 from kv_store import Store, random_heads
 
 from strata_nb.errors import UnsupportedDevice
@@ -159,9 +159,3 @@ def test_types_that_no_cache_has_are_refused() -> None:
     one = shaped("attention", ("f16", "q4_0"), heads=1, kv_heads=1, key_length=8, value_length=8)
     with pytest.raises(ValueError, match=r"no variant .*q4_0"):
         gpu_kernel(one)
-
-
-@pytest.mark.parametrize("kind", CACHE_TYPES)
-def test_attention_computes_in_single_precision(kind: str) -> None:
-    sizes = {"heads": 8, "kv_heads": 2, "key_length": 128, "value_length": 128}
-    check_code("attention", (kind, kind), **sizes)

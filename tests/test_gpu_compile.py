@@ -28,6 +28,12 @@ OTHER_TARGETS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_100", "sm_103", "sm_121
 KINDS = sorted(PACKED | UNPACKED)
 LENGTHS = (128, 64, 80, 256)  # of heads, the usual one first
 WIDTHS = (64, 1024, 8192)  # of rows: norms have more threads for wider ones
+LENGTHS_OF_PRODUCTS = (
+    2048,
+    256,
+    8192,
+)  # of rows, the usual one first
+OF_ALL_LENGTHS = (T.Q4_K, T.IQ2_XS)  # the usual type, and one that needs most registers
 GROUPS = (4, 1, 8)  # heads that share a K/V head
 VOCABULARIES = (258, 4096, 151_936)
 EXPERTS = {"outputs": 64, "top_k": 8}
@@ -54,7 +60,8 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     """Return kernels by name, with the kinds of their arguments: of each kernel that a card has
     every type of weights, every pair of types of the K/V, every number of heads and of experts.
 
-    lengths   also every pair of types with every length of heads, not the usual length alone
+    lengths   also every type with every length of rows and every pair of types with every length
+              of heads and number of them that share, not the usual one alone
     """
     found: Kernels = {}
     for name in NAMES:
@@ -79,12 +86,14 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
         yield from ((kind, {}) for kind in KINDS)
     elif axis == "weights" or name.startswith("expert_"):
         for kind in KINDS:
-            for values in (256, 257) if kind in UNPACKED else (256, 2048, 8192):
+            count = 3 if lengths or kind in OF_ALL_LENGTHS else 1
+            for values in (256, 257) if kind in UNPACKED else LENGTHS_OF_PRODUCTS[:count]:
                 variant = (kind, kind) if name == "expert_gate_up" else kind
                 yield variant, {"values": values} | (EXPERTS if name in CARD_KERNELS else {})
     elif axis == "keys_values":
         for pair, length, group in product(product(CACHE_TYPES, repeat=2), LENGTHS, GROUPS):
-            usual = pair == ("f16", "f16") or length == LENGTHS[0]
+            halves = pair == ("f16", "f16")
+            usual = halves or (length == LENGTHS[0] and (lengths or group == GROUPS[0]))
             if (usual or lengths) and (group == GROUPS[0] or (name == "attention" and usual)):
                 sizes = {"key_length": length, "value_length": length}
                 yield pair, sizes | ({"heads": group, "kv_heads": 1} if name == "attention" else {})

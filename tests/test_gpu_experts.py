@@ -9,7 +9,7 @@ import gpu_launches
 import kernel_references as plain
 import numpy as np
 import pytest
-from gpu_launches import aligned, check_code, shaped_for_card
+from gpu_launches import aligned, shaped_for_card
 from host_launches import UNTOUCHED, Bytes, Matrix, as_read, normal, same_bits
 
 from strata_nb.formats import TensorType, block_layout
@@ -280,19 +280,3 @@ def test_what_experts_make_of_a_row_does_not_depend_on_its_company(
 def test_gate_and_up_that_take_rows_of_different_forms_are_refused() -> None:
     with pytest.raises(ValueError, match="Q8_0 and F32"):
         shaped_for_card("expert_gate_up", (T.Q8_0, T.F32), values=64)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "variant", "values"),
-    [
-        ("expert_gate_up", (T.Q4_K, T.Q4_K), 256),
-        ("expert_gate_up", (T.F16, T.BF16), 8),
-        ("expert_down", T.Q6_K, 256),
-        ("expert_down", T.F32, 7),
-    ],
-    ids=["gate_up", "gate_up of floats", "down", "down of floats"],
-)
-def test_nothing_of_them_is_done_in_double_precision(
-    kernel: str, variant: Any, values: int
-) -> None:
-    check_code(kernel, variant, values=values, outputs=64, top_k=2)

@@ -8,7 +8,7 @@ import gpu_launches
 import kernel_references as plain
 import numpy as np
 import pytest
-from gpu_launches import aligned, check_code
+from gpu_launches import aligned
 from host_launches import UNTOUCHED, Matrix, as_read, normal, same_bits
 from numpy.typing import NDArray
 
@@ -191,12 +191,3 @@ def test_more_outputs_than_a_grid_has_blocks_are_refused(kind: TensorType) -> No
 def test_a_type_without_kernels_on_a_card_is_refused() -> None:
     with pytest.raises(ValueError, match="TQ1_0 have no kernels"):
         linear_kernel(T.TQ1_0, 256)
-
-
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    [(T.Q3_K, 256), (T.Q5_1, 32), (T.MXFP4, 32), (T.BF16, 8), (T.F16, 1)],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_products_are_computed_in_single_precision(kind: TensorType, values: int) -> None:
-    check_code("linear", kind, values=values)

@@ -98,8 +98,8 @@ FAULTS = (
     Fault(
         "an expert is named before it was copied",
         "strata_nb/cache/experts.py",
-        "        self._driver.stream_synchronize(self._stream)\n        try:\n",
-        "        try:\n",
+        "        self._driver.stream_synchronize(self._stream)\n        taken",
+        "        taken",
         ("tests/test_experts.py", *LEDGER),
     ),
     Fault(
@@ -140,8 +140,8 @@ FAULTS = (
     Fault(
         "what is to stay free for others is taken",
         "strata_nb/cache/capacity.py",
-        "(free_bytes - self.reserve_bytes) // self.plan.chunk_bytes",
-        "free_bytes // self.plan.chunk_bytes",
+        "memory.free_bytes - self.reserve_bytes  #",
+        "memory.free_bytes  #",
         LEDGER,
     ),
     Fault(

@@ -98,7 +98,7 @@ def _rms_norm(threads: int, width_kept: bool) -> GpuKernel:
         wa = fetch(weight, thread, width)
         wb = fetch(weight, thread + threads, width)
         wc = fetch(weight, thread + 2 * threads, width)
-        wd = fetch(weight, thread + 3 * threads, width)
+        wd = fetch(weight, thread + 3 * threads, width) if width_kept else f32(0.0)
         hold(bits_of_f32(wa) ^ bits_of_f32(wb) ^ bits_of_f32(wc) ^ bits_of_f32(wd))
         await_previous()
         exists = row < load_i64(rows)
@@ -128,6 +128,8 @@ def _rms_norm(threads: int, width_kept: bool) -> GpuKernel:
         write(value, thread + threads, out_row, packed_row, width, before, sub_blocks, exists)
         value = c / divisor * wc
         write(value, thread + 2 * threads, out_row, packed_row, width, before, sub_blocks, exists)
+        if not width_kept:  # the oldest cards have no register to keep it in
+            wd = fetch(weight, thread + 3 * threads, width)
         value = d / divisor * wd
         write(value, thread + 3 * threads, out_row, packed_row, width, before, sub_blocks, exists)
         column = thread + _KEPT * threads

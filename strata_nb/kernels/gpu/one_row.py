@@ -268,7 +268,8 @@ def _of_warps(kinds: tuple[TensorType, ...], warps: int, is_whole: bool) -> GpuK
     form = f"{warps}w" if is_whole else f"{warps}"
     name = "_".join(["one_row", form, *(kind.name.lower() for kind in kinds)])
     shared_bytes = 4 * GROUP_ROWS * warps
-    registers = 96 if warps <= 4 else MOST_REGISTERS  # small blocks all have room at once
+    # Small blocks all have room at once; a single warp needs more for the grid types.
+    registers = 104 if warps == 1 else 96 if warps <= 4 else MOST_REGISTERS
     return GpuKernel(
         name, function, WARP * warps, _grid, lambda _: shared_bytes, registers, _reads(kinds)
     )
