@@ -228,7 +228,7 @@ def test_what_is_on_disk_is_not_compiled_again_and_nothing_is_said(
     ahead.compile_ahead([program, program], say=said.append)
     assert len(workers) == 1
     (line,) = said
-    assert line.startswith("compiling 6 kernels for this processor, once, in 2 processes")
+    assert line.startswith("compiling 7 kernels for this processor, once, in 2 processes")
     compiled_here.clear()
     ahead.compile_ahead([program], say=said.append)
     assert (compiled_here, len(workers), len(said)) == ([], 1, 1)
