@@ -49,7 +49,8 @@ from strata_nb.kernels.gpu.operations import (
 )
 from strata_nb.kernels.gpu.products import row_bytes_of, row_sum
 from strata_nb.kernels.gpu.routing import IN_HOST_MEMORY
-from strata_nb.kernels.gpu.tiles import tile_product, tiles_of
+from strata_nb.kernels.gpu.tile_rows import tiles_of
+from strata_nb.kernels.gpu.tiles import tile_product
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK, UNPACKED
 
