@@ -27,6 +27,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     barrier,
     block_x,
     block_y,
+    block_z,
     f32,
     fma,
     i32,
@@ -40,6 +41,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     thread_index,
 )
 from strata_nb.kernels.gpu.operations import (
+    MOST_REGISTERS,
     Arguments,
     Function,
     GpuKernel,
@@ -80,15 +82,6 @@ def expert_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) 
     return _packed_down(kind, values // SUB_BLOCK, outputs % GROUP_ROWS == 0, top_k)
 
 
-def _row_of(choice: int, top_k: int) -> Any:
-    """Return choice // top_k. A window has few rows, and a card no instruction that divides."""
-    row, end = i64(0), top_k
-    while end <= choice:
-        row += 1
-        end += top_k
-    return row
-
-
 @cache
 def _bringer(kind: TensorType, sub_blocks: int, is_whole: bool) -> Function:
     """Return a device function that asks for rows of a weight: bring(blob, place, rows).
@@ -117,18 +110,19 @@ def _of_shape(name: str, sub_blocks: int, is_whole: bool) -> str:
 _GROUPS = SUB_BLOCK // GROUP_ROWS
 _PARTS = 4  # that the tiles of a row are shared by
 _GATE_UP_THREADS = WARP * _GROUPS * _PARTS
+_PART_BITS = (WARP * _GROUPS).bit_length() - 1  # of the number of a thread, below its part
 _SUMS_BYTES = 4 * SUB_BLOCK
 
 
 def _gate_up_grid(arguments: Arguments, most_rows: int) -> Grid:
-    return most_rows * arguments["top_k"], blocks_of(arguments["outputs"], SUB_BLOCK), 1
+    return arguments["top_k"], most_rows, blocks_of(arguments["outputs"], SUB_BLOCK)
 
 
 def _finish_gate_up(
     gate: Any, up: Any, lane: int, choice: int, inner: int, packed: int, outputs: int
 ) -> None:
     """Write 32 outputs of a choice, one in each lane of a warp."""
-    number = i64(block_y())
+    number = i64(block_z())
     output = SUB_BLOCK * number + lane
     value = silu(gate) * up
     if output < outputs:
@@ -179,15 +173,15 @@ def _packed_gate_up(
         outputs: int,
         row_bytes: int,
     ) -> None:
-        choice, block = i64(block_x()), SUB_BLOCK * i64(block_y())
+        in_row, block = i64(block_y()), SUB_BLOCK * i64(block_z())
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
-        number, part = warp & _GROUPS - 1, warp // _GROUPS
+        number, part = warp & _GROUPS - 1, thread >> _PART_BITS
         first, quarter = block + GROUP_ROWS * number, lane >> 3
-        of_row = x + row_bytes * _row_of(choice, top_k)
-        choices = load_i64(rows) * top_k
+        of_row, choice = x + row_bytes * in_row, in_row * top_k + block_x()
+        here = load_i64(rows)
         await_previous()
-        if choice >= choices:
+        if in_row >= here:
             return
         word = load_i64(blobs + 8 * choice)
         blob = word & _IN_SLOT
@@ -220,8 +214,12 @@ def _packed_gate_up(
             _finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
     name = _of_shape(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", sub_blocks, is_whole)
+    # Two blocks of a multiprocessor, so that all blocks of a row run at once on a large card. The
+    # points of one type do not fit then.
+    registers = MOST_REGISTERS if TensorType.IQ2_S in (gate_kind, up_kind) else 64
+    shared_bytes = 2 * _SUMS_BYTES * _PARTS
     return GpuKernel(
-        name, expert_gate_up, _GATE_UP_THREADS, _gate_up_grid, lambda _: 2 * _SUMS_BYTES * _PARTS
+        name, expert_gate_up, _GATE_UP_THREADS, _gate_up_grid, lambda _: shared_bytes, registers
     )
 
 
@@ -248,19 +246,19 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
         outputs: int,
         row_bytes: int,
     ) -> None:
-        choice = i64(block_x())
-        choices = load_i64(rows) * top_k
-        of_row = x + row_bytes * _row_of(choice, top_k)
+        in_row, block = i64(block_y()), SUB_BLOCK * i64(block_z())
+        of_row, choice = x + row_bytes * in_row, in_row * top_k + block_x()
+        here = load_i64(rows)
         await_previous()
-        if choice >= choices:
+        if in_row >= here:
             return
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
         blob = load_i64(blobs + 8 * choice) & _IN_SLOT
         number = each * warp
-        last = min(number + each, outputs - SUB_BLOCK * i64(block_y()))
+        last = min(number + each, outputs - block)
         while number < last:
-            before = (SUB_BLOCK * i64(block_y()) + number) * values
+            before = (block + number) * values
             gate = gate_product(blob + gate_offset + gate_size * before, of_row, values, lane)
             up = up_product(blob + up_offset + up_size * before, of_row, values, lane)
             gate, up = warp_sum(gate), warp_sum(up)

@@ -13,6 +13,7 @@ What a product costs is instructions, so the types that models use most have cod
                   upper ones is 16 times too large, and exact
     group scales  are multiplied as integers: with scales of 6 or 8 bits no product of a sub-block
                   needs more than the 24 bits of a float
+    levels, points    `tiles_iq.py`
     all others    decode a sub-block as `weights.py` and `grids.py` say, and use `sub_block_dot`
 
 A lane keeps one sum, in order of tiles and of its two sub-blocks in each; `products.row_sum` adds
@@ -25,6 +26,7 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu import grids
 from strata_nb.kernels.gpu.intrinsics import (
     dp4a_u8,
     even_bytes,
@@ -36,6 +38,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     fetch_u16,
     fma,
     i32,
+    i64,
     load_2xi32,
     load_4xi32,
 )
@@ -68,11 +71,13 @@ def tile_product(kind: TensorType, sub_blocks: int) -> Tile:
 
     ValueError for a type that has no kernels on a card.
     """
-    return _SPECIAL.get(kind, lambda blocks: _decoded(kind, blocks))(sub_blocks)
+    if kind in _SPECIAL:
+        return _SPECIAL[kind](sub_blocks)
+    return _decoded_late(kind, sub_blocks) if kind in _LOOKED_UP else _decoded(kind, sub_blocks)
 
 
 def _decoded(kind: TensorType, sub_blocks: int) -> Tile:
-    """Return how tiles are multiplied whose sub-blocks are decoded one by one."""
+    """Return how tiles are multiplied whose sub-blocks are decoded as they are read."""
     decode, dot = decoder_of(kind).decode, sub_block_dot(kind)
     is_whole = sub_blocks % TILE == 0
 
@@ -85,12 +90,32 @@ def _decoded(kind: TensorType, sub_blocks: int) -> Tile:
 
     def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
         first, second = TILE * tile + quarter, TILE * tile + quarter + APART
-        ones, others = words[:12], words[12:]
-        if is_whole:
-            return dot(dot(total, ones, x, sub_blocks, first), others, x, sub_blocks, second)
-        if first < sub_blocks:
+        if is_whole or first < sub_blocks:
+            total = dot(total, words[:12], x, sub_blocks, first)
+        if is_whole or second < sub_blocks:
+            total = dot(total, words[12:], x, sub_blocks, second)
+        return total
+
+    return Tile(read, add)
+
+
+def _decoded_late(kind: TensorType, sub_blocks: int) -> Tile:
+    """Return how tiles are multiplied whose sub-blocks are decoded one after the other: what they
+    become is much larger than what is read."""
+    decode, dot = decoder_of(kind).decode, sub_block_dot(kind)
+    is_whole = sub_blocks % TILE == 0
+
+    def read(group: int, rows_in_group: int, row: int, quarter: int, tile: int) -> Any:
+        return group, i64(rows_in_group), row
+
+    def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
+        group, rows_in_group, row = words
+        first, second = TILE * tile + quarter, TILE * tile + quarter + APART
+        if is_whole or first < sub_blocks:
+            ones = decode(group, rows_in_group, row, sub_blocks, first)
             total = dot(total, ones, x, sub_blocks, first)
-        if second < sub_blocks:
+        if is_whole or second < sub_blocks:
+            others = decode(group, rows_in_group, row, sub_blocks, second)
             total = dot(total, others, x, sub_blocks, second)
         return total
 
@@ -270,6 +295,7 @@ def _with_steps(halves: Any, step: int) -> Any:
     return i32(lower * i32(i32(step << 24) >> 24) + upper * i32(i32(step << 16) >> 24))
 
 
+_LOOKED_UP = {T.IQ4_NL, T.MXFP4, *grids.DECODERS}  # levels and points in place of quants
 _SPECIAL = {
     T.Q4_K: _q4_k,
     T.Q5_K: _q5_k,
