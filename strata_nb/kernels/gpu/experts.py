@@ -306,8 +306,8 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
 
     The tiles of all choices form one sequence, by ascending expert, that the warps share one by
     one. So a block has work for all its warps with few choices of narrow experts, and sums are
-    exchanged once. The weights of a tile are read while the one before is multiplied, the first
-    while `expert_gate_up` still runs.
+    exchanged once. A warp reads the weights of three tiles before it multiplies, the first three
+    while `expert_gate_up` still runs: eight experts of 768 values have no more.
 
     Reads down once for each choice, and inner, 1.5 bytes a value, for each group.
     """
@@ -317,6 +317,22 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
     tiles = tiles_of(sub_blocks)
     all_tiles = top_k * tiles
     inverse = (1 << _QUOTIENT_BITS) // tiles + 1  # exact while the number is below 2 ** 24 / tiles
+
+    def read(number: int, blobs: int, group: int, rows_here: int, row: int, quarter: int) -> Any:
+        """Read a tile of those of all choices; behind the last there is the last again."""
+        number = min(number, all_tiles - 1)
+        k = number * inverse >> _QUOTIENT_BITS
+        blob = load_i64(blobs + 8 * k) & _IN_SLOT
+        return read_tile(blob + group, rows_here, row, quarter, number - tiles * k)
+
+    def add(total: Any, number: int, words: Any, inner: int, shares: int, quarter: int) -> Any:
+        """Add the share of a tile that was read, unless there is none of that number."""
+        if number < all_tiles:
+            k = number * inverse >> _QUOTIENT_BITS
+            x = inner + SUB_BLOCK_BYTES * sub_blocks * k
+            product = add_tile(f32(0.0), words, x, quarter, number - tiles * k)
+            total = fma(load_f32(shares + 4 * k), product, total)
+        return total
 
     def expert_down(
         rows: int,
@@ -338,29 +354,29 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
         rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
         row = lane & GROUP_ROWS - 1 if is_whole else min(lane & GROUP_ROWS - 1, rows_here - 1)
         quarter, choices = lane >> 3, of_row * top_k
+        blobs, shares = blobs + 8 * choices, shares + 4 * choices
+        inner += SUB_BLOCK_BYTES * sub_blocks * choices
         group = down_offset + first * group_row_bytes
         if thread < top_k:
-            bring(load_i64(blobs + 8 * (choices + thread)), group, rows_here)
+            bring(load_i64(blobs + 8 * thread), group, rows_here)
         place = y + 4 * (of_row * outputs + first + thread)
         before = load_f32(place) if thread < rows_here else f32(0.0)
 
-        number = min(warp, all_tiles - 1)
-        k = number * inverse >> _QUOTIENT_BITS
-        blob = load_i64(blobs + 8 * (choices + k)) & _IN_SLOT
-        words = read_tile(blob + group, rows_here, row, quarter, number - tiles * k)
+        one, other, third = warp, warp + _DOWN_WARPS, warp + 2 * _DOWN_WARPS
+        ones = read(one, blobs, group, rows_here, row, quarter)
+        others = read(other, blobs, group, rows_here, row, quarter)
+        thirds = read(third, blobs, group, rows_here, row, quarter)
         await_previous()
-        number, total = warp, f32(0.0)
-        while number < all_tiles:
-            k = number * inverse >> _QUOTIENT_BITS
-            tile, now = number - tiles * k, words
-            share = load_f32(shares + 4 * (choices + k))
-            x = inner + (choices + k) * SUB_BLOCK_BYTES * sub_blocks
-            number += _DOWN_WARPS
-            if number < all_tiles:
-                following = number * inverse >> _QUOTIENT_BITS
-                blob = load_i64(blobs + 8 * (choices + following)) & _IN_SLOT
-                words = read_tile(blob + group, rows_here, row, quarter, number - tiles * following)
-            total = fma(share, add_tile(f32(0.0), now, x, quarter, tile), total)
+        total = f32(0.0)
+        while one < all_tiles:
+            total = add(total, one, ones, inner, shares, quarter)
+            total = add(total, other, others, inner, shares, quarter)
+            total = add(total, third, thirds, inner, shares, quarter)
+            one, other, third = third + _DOWN_WARPS, third + 2 * _DOWN_WARPS, one + 5 * _DOWN_WARPS
+            if one < all_tiles:
+                ones = read(one, blobs, group, rows_here, row, quarter)
+                others = read(other, blobs, group, rows_here, row, quarter)
+                thirds = read(third, blobs, group, rows_here, row, quarter)
         total = row_sum(total)
         if lane < GROUP_ROWS:
             shared_store_f32(4 * (GROUP_ROWS * warp + lane), total)

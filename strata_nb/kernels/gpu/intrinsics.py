@@ -173,6 +173,7 @@ def _store(stored: str, place: Callable[..., Any]) -> Emit:
 load_f32 = Intrinsic("load_f32", "f32(i64)", body=_load("f32", "f32", _global, constant=False))
 load_i64 = Intrinsic("load_i64", "i64(i64)", body=_load("i64", "i64", _global, constant=False))
 load_i32 = Intrinsic("load_i32", "i32(i64)", body=_load("i32", "i32", _global, constant=False))
+load_u16 = Intrinsic("load_u16", "i32(i64)", body=_load("i16", "i32", _global, constant=False))
 load_u8 = Intrinsic("load_u8", "i32(i64)", body=_load("i8", "i32", _global, constant=False))
 
 load_2xi32 = Intrinsic("load_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", constant=False))

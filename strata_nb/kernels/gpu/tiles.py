@@ -6,6 +6,9 @@ values shares is read once for two sub-blocks, and of the quantised row all lane
 read the same bytes. Reading and multiplying are two functions, so that a kernel can
 ask for weights before it knows what they meet.
 
+Weights are read by ordinary loads: those of memory that is constant are moved behind the wait for
+the launch before, where a kernel reads weights ahead.
+
 The number of sub-blocks of a row is part of the code: offsets become constants of instructions.
 What a product costs is instructions, so the types that models use most have code of their own:
 
@@ -32,15 +35,13 @@ from strata_nb.kernels.gpu.intrinsics import (
     even_bytes,
     f32_of_half,
     f32_of_i32,
-    fetch_2xi32,
-    fetch_4xi32,
-    fetch_i32,
-    fetch_u16,
     fma,
     i32,
     i64,
     load_2xi32,
     load_4xi32,
+    load_i32,
+    load_u16,
 )
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.kernels.gpu.products import decoder_of, sub_block_dot
@@ -163,9 +164,9 @@ def _shared_words(kind: TensorType) -> Function:
 
     def shared(group: int, rows_in_group: int, row: int, blocks: int, tile: int) -> Any:
         place = step_place(group, rows_in_group, row, blocks, 3 * tile)
-        bounds = fetch_i32(bounds_place(group, rows_in_group, row, blocks, tile))
-        a, b = fetch_i32(place), fetch_i32(place + 4 * rows_in_group)
-        return a, b, fetch_i32(place + 8 * rows_in_group), bounds
+        bounds = load_i32(bounds_place(group, rows_in_group, row, blocks, tile))
+        a, b = load_i32(place), load_i32(place + 4 * rows_in_group)
+        return a, b, load_i32(place + 8 * rows_in_group), bounds
 
     return shared
 
@@ -176,8 +177,8 @@ def _q4_k(sub_blocks: int) -> Tile:
 
     def read(group: int, rows_in_group: int, row: int, quarter: int, tile: int) -> Any:
         place = quants_place(group, rows_in_group, row, blocks, TILE * tile + quarter)
-        ones = fetch_4xi32(place)
-        others = fetch_4xi32(place + 16 * APART * rows_in_group)
+        ones = load_4xi32(place)
+        others = load_4xi32(place + 16 * APART * rows_in_group)
         return *ones, *others, *shared(group, rows_in_group, row, blocks, tile)
 
     def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
@@ -215,8 +216,8 @@ def _q5_k(sub_blocks: int) -> Tile:
     def read(group: int, rows_in_group: int, row: int, quarter: int, tile: int) -> Any:
         low = low_place(group, rows_in_group, row, blocks, TILE * tile + quarter)
         high = high_place(group, rows_in_group, row, blocks, TILE * tile + quarter)
-        ones, others = fetch_4xi32(low), fetch_4xi32(low + 16 * APART * rows_in_group)
-        tops = fetch_i32(high), fetch_i32(high + 4 * APART * rows_in_group)
+        ones, others = load_4xi32(low), load_4xi32(low + 16 * APART * rows_in_group)
+        tops = load_i32(high), load_i32(high + 4 * APART * rows_in_group)
         return *ones, *others, *shared(group, rows_in_group, row, blocks, tile), *tops
 
     def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
@@ -266,13 +267,13 @@ def _q6_k(sub_blocks: int) -> Tile:
         high = high_place(group, rows_in_group, row, blocks, number)
         step = step_place(group, rows_in_group, row, blocks, number)
         return (
-            *fetch_4xi32(low),
-            *fetch_4xi32(low + 16 * APART * rows_in_group),
-            *fetch_2xi32(high),
-            *fetch_2xi32(high + 8 * APART * rows_in_group),
-            fetch_u16(step),
-            fetch_u16(step + 2 * APART * rows_in_group),
-            fetch_u16(scale_place(group, rows_in_group, row, blocks, tile)),
+            *load_4xi32(low),
+            *load_4xi32(low + 16 * APART * rows_in_group),
+            *load_2xi32(high),
+            *load_2xi32(high + 8 * APART * rows_in_group),
+            load_u16(step),
+            load_u16(step + 2 * APART * rows_in_group),
+            load_u16(scale_place(group, rows_in_group, row, blocks, tile)),
         )
 
     def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:

@@ -21,16 +21,15 @@ from strata_nb.kernels.gpu.intrinsics import (
     dp4a,
     f32_of_half,
     f32_of_i32,
-    fetch_2xi32,
-    fetch_4xi32,
-    fetch_i32,
-    fetch_u8,
-    fetch_u16,
     fma,
     high_bytes_in_turn,
     i32,
     level_parts,
+    load_2xi32,
     load_4xi32,
+    load_i32,
+    load_u8,
+    load_u16,
     low_bytes_in_turn,
     sign_bytes,
 )
@@ -75,11 +74,11 @@ def iq4_xs(sub_blocks: int) -> Tile:
     def read(group: int, rows_in_group: int, row: int, quarter: int, tile: int) -> Any:
         place = quants(group, rows_in_group, row, blocks, TILE * tile + quarter)
         return (
-            *fetch_4xi32(place),
-            *fetch_4xi32(place + 16 * APART * rows_in_group),
-            fetch_i32(steps_low(group, rows_in_group, row, blocks, tile)),
-            fetch_u16(steps_high(group, rows_in_group, row, blocks, tile)),
-            fetch_u16(scale(group, rows_in_group, row, blocks, tile)),
+            *load_4xi32(place),
+            *load_4xi32(place + 16 * APART * rows_in_group),
+            load_i32(steps_low(group, rows_in_group, row, blocks, tile)),
+            load_u16(steps_high(group, rows_in_group, row, blocks, tile)),
+            load_u16(scale(group, rows_in_group, row, blocks, tile)),
         )
 
     def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
@@ -145,14 +144,14 @@ def iq3_s(sub_blocks: int) -> Tile:
         of_signs = signs(group, rows_in_group, row, blocks, number)
         of_high = high(group, rows_in_group, row, blocks, number)
         return (
-            *fetch_2xi32(of_low),
-            *fetch_2xi32(of_low + 8 * APART * rows_in_group),
-            fetch_i32(of_signs),
-            fetch_i32(of_signs + 4 * APART * rows_in_group),
-            fetch_u8(of_high),
-            fetch_u8(of_high + APART * rows_in_group),
-            fetch_i32(steps(group, rows_in_group, row, blocks, tile)),
-            fetch_u16(scale(group, rows_in_group, row, blocks, tile)),
+            *load_2xi32(of_low),
+            *load_2xi32(of_low + 8 * APART * rows_in_group),
+            load_i32(of_signs),
+            load_i32(of_signs + 4 * APART * rows_in_group),
+            load_u8(of_high),
+            load_u8(of_high + APART * rows_in_group),
+            load_i32(steps(group, rows_in_group, row, blocks, tile)),
+            load_u16(scale(group, rows_in_group, row, blocks, tile)),
         )
 
     def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
