@@ -21,6 +21,8 @@ from strata_nb.kernels.gpu.intrinsics import (
     fetch_u16,
     fma,
     i32,
+    load_4xf32,
+    load_f32,
 )
 from strata_nb.kernels.gpu.operations import Function
 
@@ -101,7 +103,8 @@ def lane_product(kind: TensorType, in_eights: bool) -> Function:
         total, value = f32(0.0), EIGHT * lane
         while value < values:
             a, b, c, d, e, f, g, h = eight(weights + size * value)
-            xa, xb, xc, xd, xe, xf, xg, xh = _eight_f32(x + 4 * value)
+            xa, xb, xc, xd = load_4xf32(x + 4 * value)
+            xe, xf, xg, xh = load_4xf32(x + 4 * value + 16)
             total = fma(d, xd, fma(c, xc, fma(b, xb, fma(a, xa, total))))
             total = fma(h, xh, fma(g, xg, fma(f, xf, fma(e, xe, total))))
             value += EIGHT * WARP
@@ -110,7 +113,7 @@ def lane_product(kind: TensorType, in_eights: bool) -> Function:
     def by_ones(weights: int, x: int, values: int, lane: int) -> Any:
         total, value = f32(0.0), lane
         while value < values:
-            total = fma(one(weights + size * value), fetch_f32(x + 4 * value), total)
+            total = fma(one(weights + size * value), load_f32(x + 4 * value), total)
             value += WARP
         return total
 

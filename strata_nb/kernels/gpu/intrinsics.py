@@ -176,6 +176,7 @@ load_i32 = Intrinsic("load_i32", "i32(i64)", body=_load("i32", "i32", _global, c
 load_u16 = Intrinsic("load_u16", "i32(i64)", body=_load("i16", "i32", _global, constant=False))
 load_u8 = Intrinsic("load_u8", "i32(i64)", body=_load("i8", "i32", _global, constant=False))
 
+load_4xf32 = Intrinsic("load_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", constant=False))
 load_2xi32 = Intrinsic("load_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", constant=False))
 load_4xi32 = Intrinsic("load_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", constant=False))
 
