@@ -124,6 +124,7 @@ _PARTS = 4  # that the tiles of a row are shared by
 _GATE_UP_THREADS = WARP * _GROUPS * _PARTS
 _PART_BITS = (WARP * _GROUPS).bit_length() - 1  # of the number of a thread, below its part
 _SUMS_BYTES = 4 * SUB_BLOCK
+_WIDE = {TensorType.Q3_K, TensorType.IQ2_S}  # what these decode does not fit 64 registers
 
 
 def _gate_up_grid(arguments: Arguments, most_rows: int) -> Grid:
@@ -226,9 +227,8 @@ def _packed_gate_up(
             _finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
     name = _of_shape(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", sub_blocks, is_whole)
-    # Two blocks of a multiprocessor, so that all blocks of a row run at once on a large card. The
-    # points of one type do not fit then.
-    registers = MOST_REGISTERS if TensorType.IQ2_S in (gate_kind, up_kind) else 64
+    # Two blocks of a multiprocessor, so that all blocks of a row run at once on a large card.
+    registers = MOST_REGISTERS if {gate_kind, up_kind} & _WIDE else 64
     shared_bytes = 2 * _SUMS_BYTES * _PARTS
     return GpuKernel(
         name,
