@@ -13,7 +13,8 @@ Options:
   -o FILE           write them to this file instead
 
 Every opening is a process of its own, after one that is not counted and may compile. The file is
-read before each, so that it comes from memory: `cached_share` is what the system has of it then.
+read before each, so that it comes from memory: `cached_share` is what the system has of it then,
+and `keeps_cached` whether the opening lets the system keep it.
 A profile ranks every expert, so that slots are filled as long as there are any.
 
 Stages overlap: while threads read, the process lays out memory, makes programs, and registers and
@@ -104,7 +105,10 @@ def main() -> None:
         for _ in range(repeats):
             available = cpu.available_memory_bytes()
             share = _warm(model, threads)
-            openings.append({"cached_share": share, "available_bytes": available})
+            keeps = available >= 2 * model.stat().st_size  # as `cache_fits` has it
+            openings.append(
+                {"cached_share": share, "available_bytes": available, "keeps_cached": keeps}
+            )
             openings[-1] |= _measured(request)
             print(_line(openings[-1]), flush=True)
     medians = {
@@ -125,6 +129,8 @@ def main() -> None:
             "device": device_name(request["device"]),
             "file_bytes": model.stat().st_size,
             "threads": threads,
+            "physical_cores": cpu.physical_cores(),
+            "processors": os.cpu_count(),
             "large_pages": _first_line("/sys/kernel/mm/transparent_hugepage/enabled"),
             "median": medians,
             "openings": openings,

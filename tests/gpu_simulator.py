@@ -26,7 +26,7 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 from strata_nb.kernels.gpu.binding import rebind
-from strata_nb.kernels.gpu.intrinsics import WARP, ConstantTable, Intrinsic
+from strata_nb.kernels.gpu.intrinsics import WARP, BytesOf, ConstantTable, Intrinsic
 
 _FORMATS = {"i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "i64": "q", "f32": "f"}
 _BITS = {"i32": 32, "i64": 64}
@@ -168,6 +168,8 @@ def _meaning(
     """Return what an intrinsic does in Python, with its types checked."""
     if isinstance(intrinsic, ConstantTable):
         does = _lookup(intrinsic)
+    elif isinstance(intrinsic, BytesOf):
+        does = _permutation(intrinsic)
     else:
         does = _does(intrinsic.name, lanes, memory)
 
@@ -188,6 +190,14 @@ def _lookup(table: ConstantTable) -> Callable[..., Any]:
         return table.words[index]
 
     return look_up
+
+
+def _permutation(chosen: BytesOf) -> Callable[..., Any]:
+    def permute(a: int, b: int) -> int:
+        given = struct.pack("<2i", a, b)
+        return int.from_bytes(bytes(given[n] for n in chosen.numbers), "little", signed=True)
+
+    return permute
 
 
 def _check(intrinsic: Intrinsic, value: Any, kind: str) -> None:
@@ -236,6 +246,14 @@ def _levels_of(word: int, *levels: int) -> tuple[int, int]:
     return int.from_bytes(low, "little", signed=True), int.from_bytes(high, "little", signed=True)
 
 
+def _level_parts(word: int, *levels: int) -> tuple[int, int]:
+    table = struct.pack("<4i", *levels)
+    nibbles = [word >> 4 * number & 15 for number in range(4)]
+    below = bytes(table[one] if one < 8 else 0xFF for one in nibbles)
+    others = bytes(0 if one < 8 else table[one] + 1 for one in nibbles)
+    return int.from_bytes(below, "little", signed=True), int.from_bytes(others, "little")
+
+
 _PLAIN: dict[str, Callable[..., Any]] = {
     "dp4a": lambda a, b, c: _signed(
         c + sum(x * y for x, y in zip(_bytes_of(a), _bytes_of(b), strict=True)), 32
@@ -243,8 +261,9 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "dp4a_u8": lambda a, b, c: _signed(
         c + sum((x & 255) * y for x, y in zip(_bytes_of(a), _bytes_of(b), strict=True)), 32
     ),
-    "even_bytes": lambda a, b: _signed(
-        a & 255 | (a >> 16 & 255) << 8 | (b & 255) << 16 | (b >> 16 & 255) << 24, 32
+    "level_parts": _level_parts,
+    "sign_bytes": lambda word: int.from_bytes(
+        bytes(255 if one < 0 else 0 for one in _bytes_of(word)), "little", signed=True
     ),
     "levels_of": _levels_of,
     "bits_of_f32": lambda x: int(np.float32(x).view(np.int32)),

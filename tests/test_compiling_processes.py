@@ -17,8 +17,10 @@ from compiling_worker import COUNT, functions
 from strata_nb import compiling, compiling_processes, cpu
 from strata_nb.compiling import CACHE_VARIABLE, Compiled, cache_folder
 from strata_nb.compiling_processes import compile_together
+from strata_nb.formats import TensorType
 from strata_nb.kernels.host import ahead
 from strata_nb.kernels.program import launch
+from strata_nb.packing import packer
 
 WORKER = "compiling_worker"
 DEADLINE_S = 120.0
@@ -236,3 +238,11 @@ def test_what_is_on_disk_is_not_compiled_again_and_nothing_is_said(
     compiled_here.clear()
     ahead.compile_ahead([program], say=said.append)
     assert (compiled_here, len(workers), len(said)) == ([], 1, 1)
+
+
+def test_what_packs_the_weights_is_compiled_with_what_multiplies_by_them() -> None:
+    values = dict.fromkeys(["rows", "x", "weight", "bias", "y", "values", "outputs", "add"], 64)
+    program = (launch("linear", values, variant=TensorType.Q4_K),)
+    found = [one.name for one in ahead._functions(program)]
+    assert packer(TensorType.Q4_K).name in found
+    assert packer(TensorType.Q6_K).name not in found

@@ -1,4 +1,4 @@
-"""`levels_of`, which either vendor makes of other instructions, computed step by step.
+"""What either vendor makes of other instructions to look bytes up, computed step by step.
 
 The simulator knows what the whole does; here the code that a card runs is carried out on integers,
 with the instruction that it is made of as the vendor's manual describes it.
@@ -25,6 +25,18 @@ class Builder:
 
     def or_(self, a: Any, b: Any) -> int:
         return _word(a) | _word(b)
+
+    def xor(self, a: Any, b: Any) -> int:
+        return _word(a) ^ _word(b)
+
+    def add(self, a: Any, b: Any) -> int:
+        return _word(a) + _word(b) & 0xFFFFFFFF
+
+    def mul(self, a: Any, b: Any) -> int:
+        return _word(a) * _word(b) & 0xFFFFFFFF
+
+    def shl(self, a: Any, b: Any) -> int:
+        return _word(a) << _word(b) & 0xFFFFFFFF
 
     def lshr(self, a: Any, b: Any) -> int:
         return _word(a) >> _word(b)
@@ -70,3 +82,44 @@ def test_both_vendors_look_levels_up(
         found = emit(Builder(), permute, [word, *levels])
         expected = gpu_simulator._levels_of(word, *levels)
         assert [_word(one) for one in found] == [_word(one) for one in expected], hex(word)
+
+
+@pytest.mark.parametrize(
+    ("emit", "permute"),
+    [(intrinsics._nvidia_level_parts, prmt), (intrinsics._amd_level_parts, v_perm_b32)],
+    ids=["nvidia", "amd"],
+)
+def test_the_parts_of_levels_add_up_to_them(
+    emit: Callable[..., tuple[Any, Any]], permute: Callable[..., int]
+) -> None:
+    levels = np.array(IQ4_LEVELS, np.int8).view(np.int32).tolist()
+    for word in np.random.default_rng(1).integers(-(2**31), 2**31, 64).tolist():
+        expected = [IQ4_LEVELS[word >> 4 * number & 15] for number in range(4)]
+        for parts in (
+            emit(Builder(), permute, [word, *levels]),
+            gpu_simulator._level_parts(word, *levels),
+        ):
+            pair = np.array([_word(one) for one in parts], np.uint32).view(np.int8).reshape(2, 4)
+            assert pair.sum(axis=0, dtype=int).tolist() == expected, hex(word)
+
+
+def test_a_sign_becomes_a_byte() -> None:
+    for word in (0, -1, 0x7F80FF00, -0x7F7F80FF):
+        bytes_of = np.array([word], np.int32).view(np.int8)
+        expected = np.where(bytes_of < 0, -1, 0).astype(np.int8).view(np.int32)[0]
+        assert gpu_simulator._PLAIN["sign_bytes"](word) == expected
+        assert _word(intrinsics._amd_sign_bytes(Builder(), [word])) == _word(expected)
+        assert prmt(word, 0, 0xBA98) == _word(expected)
+
+
+def test_bytes_are_chosen_by_number_from_two_words() -> None:
+    first, second = 0x33221100, 0x77665544
+    for one in (
+        intrinsics.even_bytes,
+        intrinsics.low_bytes_in_turn,
+        intrinsics.high_bytes_in_turn,
+    ):
+        expected = sum(0x11 * number << 8 * place for place, number in enumerate(one.numbers))
+        assert gpu_simulator._permutation(one)(first, second) == expected
+        selector = int(one.ptx[0].rpartition(", ")[2].rstrip(";"))
+        assert prmt(first, second, selector) == expected

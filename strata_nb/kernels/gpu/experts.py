@@ -28,6 +28,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     barrier,
     block_x,
     block_y,
+    block_z,
     f32,
     fma,
     i32,
@@ -41,6 +42,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     thread_index,
 )
 from strata_nb.kernels.gpu.operations import (
+    MOST_REGISTERS,
     Arguments,
     Function,
     GpuKernel,
@@ -50,7 +52,8 @@ from strata_nb.kernels.gpu.operations import (
 )
 from strata_nb.kernels.gpu.products import row_bytes_of, row_sum
 from strata_nb.kernels.gpu.routing import IN_HOST_MEMORY
-from strata_nb.kernels.gpu.tiles import tile_product, tiles_of
+from strata_nb.kernels.gpu.tile_rows import tiles_of
+from strata_nb.kernels.gpu.tiles import tile_product
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK, UNPACKED
 
@@ -91,15 +94,6 @@ def _reads(*kinds: TensorType) -> Callable[[Arguments, int], int]:
     return reads
 
 
-def _row_of(choice: int, top_k: int) -> Any:
-    """Return choice // top_k. A window has few rows, and a card no instruction that divides."""
-    row, end = i64(0), top_k
-    while end <= choice:
-        row += 1
-        end += top_k
-    return row
-
-
 @cache
 def _bringer(kind: TensorType, sub_blocks: int, is_whole: bool) -> Function:
     """Return a device function that asks for rows of a weight: bring(blob, place, rows).
@@ -128,18 +122,20 @@ def _of_shape(name: str, sub_blocks: int, is_whole: bool) -> str:
 _GROUPS = SUB_BLOCK // GROUP_ROWS
 _PARTS = 4  # that the tiles of a row are shared by
 _GATE_UP_THREADS = WARP * _GROUPS * _PARTS
+_PART_BITS = (WARP * _GROUPS).bit_length() - 1  # of the number of a thread, below its part
 _SUMS_BYTES = 4 * SUB_BLOCK
+_WIDE = {TensorType.Q3_K, TensorType.IQ2_S}  # what these decode does not fit 64 registers
 
 
 def _gate_up_grid(arguments: Arguments, most_rows: int) -> Grid:
-    return most_rows * arguments["top_k"], blocks_of(arguments["outputs"], SUB_BLOCK), 1
+    return arguments["top_k"], most_rows, blocks_of(arguments["outputs"], SUB_BLOCK)
 
 
 def _finish_gate_up(
     gate: Any, up: Any, lane: int, choice: int, inner: int, packed: int, outputs: int
 ) -> None:
     """Write 32 outputs of a choice, one in each lane of a warp."""
-    number = i64(block_y())
+    number = i64(block_z())
     output = SUB_BLOCK * number + lane
     value = silu(gate) * up
     if output < outputs:
@@ -190,15 +186,15 @@ def _packed_gate_up(
         outputs: int,
         row_bytes: int,
     ) -> None:
-        choice, block = i64(block_x()), SUB_BLOCK * i64(block_y())
+        in_row, block = i64(block_y()), SUB_BLOCK * i64(block_z())
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
-        number, part = warp & _GROUPS - 1, warp // _GROUPS
+        number, part = warp & _GROUPS - 1, thread >> _PART_BITS
         first, quarter = block + GROUP_ROWS * number, lane >> 3
-        of_row = x + row_bytes * _row_of(choice, top_k)
-        choices = load_i64(rows) * top_k
+        of_row, choice = x + row_bytes * in_row, in_row * top_k + block_x()
+        here = load_i64(rows)
         await_previous()
-        if choice >= choices:
+        if in_row >= here:
             return
         word = load_i64(blobs + 8 * choice)
         blob = word & _IN_SLOT
@@ -231,13 +227,17 @@ def _packed_gate_up(
             _finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
     name = _of_shape(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", sub_blocks, is_whole)
+    # Two blocks of a multiprocessor, so that all blocks of a row run at once on a large card.
+    registers = MOST_REGISTERS if {gate_kind, up_kind} & _WIDE else 64
+    shared_bytes = 2 * _SUMS_BYTES * _PARTS
     return GpuKernel(
         name,
         expert_gate_up,
         _GATE_UP_THREADS,
         _gate_up_grid,
-        lambda _: 2 * _SUMS_BYTES * _PARTS,
-        reads=_reads(gate_kind, up_kind),
+        lambda _: shared_bytes,
+        registers,
+        _reads(gate_kind, up_kind),
     )
 
 
@@ -264,19 +264,19 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
         outputs: int,
         row_bytes: int,
     ) -> None:
-        choice = i64(block_x())
-        choices = load_i64(rows) * top_k
-        of_row = x + row_bytes * _row_of(choice, top_k)
+        in_row, block = i64(block_y()), SUB_BLOCK * i64(block_z())
+        of_row, choice = x + row_bytes * in_row, in_row * top_k + block_x()
+        here = load_i64(rows)
         await_previous()
-        if choice >= choices:
+        if in_row >= here:
             return
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
         blob = load_i64(blobs + 8 * choice) & _IN_SLOT
         number = each * warp
-        last = min(number + each, outputs - SUB_BLOCK * i64(block_y()))
+        last = min(number + each, outputs - block)
         while number < last:
-            before = (SUB_BLOCK * i64(block_y()) + number) * values
+            before = (block + number) * values
             gate = gate_product(blob + gate_offset + gate_size * before, of_row, values, lane)
             up = up_product(blob + up_offset + up_size * before, of_row, values, lane)
             gate, up = warp_sum(gate), warp_sum(up)
@@ -331,8 +331,8 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
 
     The tiles of all choices form one sequence, by ascending expert, that the warps share one by
     one. So a block has work for all its warps with few choices of narrow experts, and sums are
-    exchanged once. The weights of a tile are read while the one before is multiplied, the first
-    while `expert_gate_up` still runs.
+    exchanged once. A warp reads the weights of three tiles before it multiplies, the first three
+    while `expert_gate_up` still runs: eight experts of 768 values have no more.
 
     Reads down once for each choice, and inner, 1.5 bytes a value, for each group.
     """
@@ -342,6 +342,22 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
     tiles = tiles_of(sub_blocks)
     all_tiles = top_k * tiles
     inverse = (1 << _QUOTIENT_BITS) // tiles + 1  # exact while the number is below 2 ** 24 / tiles
+
+    def read(number: int, blobs: int, group: int, rows_here: int, row: int, quarter: int) -> Any:
+        """Read a tile of those of all choices; behind the last there is the last again."""
+        number = min(number, all_tiles - 1)
+        k = number * inverse >> _QUOTIENT_BITS
+        blob = load_i64(blobs + 8 * k) & _IN_SLOT
+        return read_tile(blob + group, rows_here, row, quarter, number - tiles * k)
+
+    def add(total: Any, number: int, words: Any, inner: int, shares: int, quarter: int) -> Any:
+        """Add the share of a tile that was read, unless there is none of that number."""
+        if number < all_tiles:
+            k = number * inverse >> _QUOTIENT_BITS
+            x = inner + SUB_BLOCK_BYTES * sub_blocks * k
+            product = add_tile(f32(0.0), words, x, quarter, number - tiles * k)
+            total = fma(load_f32(shares + 4 * k), product, total)
+        return total
 
     def expert_down(
         rows: int,
@@ -363,29 +379,29 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
         rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
         row = lane & GROUP_ROWS - 1 if is_whole else min(lane & GROUP_ROWS - 1, rows_here - 1)
         quarter, choices = lane >> 3, of_row * top_k
+        blobs, shares = blobs + 8 * choices, shares + 4 * choices
+        inner += SUB_BLOCK_BYTES * sub_blocks * choices
         group = down_offset + first * group_row_bytes
         if thread < top_k:
-            bring(load_i64(blobs + 8 * (choices + thread)), group, rows_here)
+            bring(load_i64(blobs + 8 * thread), group, rows_here)
         place = y + 4 * (of_row * outputs + first + thread)
         before = load_f32(place) if thread < rows_here else f32(0.0)
 
-        number = min(warp, all_tiles - 1)
-        k = number * inverse >> _QUOTIENT_BITS
-        blob = load_i64(blobs + 8 * (choices + k)) & _IN_SLOT
-        words = read_tile(blob + group, rows_here, row, quarter, number - tiles * k)
+        one, other, third = warp, warp + _DOWN_WARPS, warp + 2 * _DOWN_WARPS
+        ones = read(one, blobs, group, rows_here, row, quarter)
+        others = read(other, blobs, group, rows_here, row, quarter)
+        thirds = read(third, blobs, group, rows_here, row, quarter)
         await_previous()
-        number, total = warp, f32(0.0)
-        while number < all_tiles:
-            k = number * inverse >> _QUOTIENT_BITS
-            tile, now = number - tiles * k, words
-            share = load_f32(shares + 4 * (choices + k))
-            x = inner + (choices + k) * SUB_BLOCK_BYTES * sub_blocks
-            number += _DOWN_WARPS
-            if number < all_tiles:
-                following = number * inverse >> _QUOTIENT_BITS
-                blob = load_i64(blobs + 8 * (choices + following)) & _IN_SLOT
-                words = read_tile(blob + group, rows_here, row, quarter, number - tiles * following)
-            total = fma(share, add_tile(f32(0.0), now, x, quarter, tile), total)
+        total = f32(0.0)
+        while one < all_tiles:
+            total = add(total, one, ones, inner, shares, quarter)
+            total = add(total, other, others, inner, shares, quarter)
+            total = add(total, third, thirds, inner, shares, quarter)
+            one, other, third = third + _DOWN_WARPS, third + 2 * _DOWN_WARPS, one + 5 * _DOWN_WARPS
+            if one < all_tiles:
+                ones = read(one, blobs, group, rows_here, row, quarter)
+                others = read(other, blobs, group, rows_here, row, quarter)
+                thirds = read(third, blobs, group, rows_here, row, quarter)
         total = row_sum(total)
         if lane < GROUP_ROWS:
             shared_store_f32(4 * (GROUP_ROWS * warp + lane), total)

@@ -55,7 +55,7 @@ _IQ2_XXS = _table("iq2_xxs", iq_grids.IQ2_XXS)
 _IQ2_XS = _table("iq2_xs", iq_grids.IQ2_XS)
 _IQ2_S = _table("iq2_s", iq_grids.IQ2_S)
 _IQ3_XXS = _table("iq3_xxs", iq_grids.IQ3_XXS)
-_IQ3_S = _table("iq3_s", iq_grids.IQ3_S)
+IQ3_S_POINTS = _table("iq3_s", iq_grids.IQ3_S)
 _IQ1 = _nibbles(iq_grids.IQ1)
 
 
@@ -210,7 +210,7 @@ def _iq3_s() -> Function:
     low_place, high_place = _piece_place(kind, "grid_low"), _piece_place(kind, "grid_high")
     signs_place = _piece_place(kind, "signs")
     scale_place, steps_place = _piece_place(kind, "scale"), _piece_place(kind, "group_scales")
-    table = _IQ3_S
+    table = IQ3_S_POINTS
 
     def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         first, second = fetch_2xi32(low_place(group, rows_in_group, row, sub_blocks, s))

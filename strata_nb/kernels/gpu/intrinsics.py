@@ -173,6 +173,7 @@ def _store(stored: str, place: Callable[..., Any]) -> Emit:
 load_f32 = Intrinsic("load_f32", "f32(i64)", body=_load("f32", "f32", _global, constant=False))
 load_i64 = Intrinsic("load_i64", "i64(i64)", body=_load("i64", "i64", _global, constant=False))
 load_i32 = Intrinsic("load_i32", "i32(i64)", body=_load("i32", "i32", _global, constant=False))
+load_u16 = Intrinsic("load_u16", "i32(i64)", body=_load("i16", "i32", _global, constant=False))
 load_u8 = Intrinsic("load_u8", "i32(i64)", body=_load("i8", "i32", _global, constant=False))
 load_2xi32 = Intrinsic("load_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", constant=False))
 load_4xi32 = Intrinsic("load_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", constant=False))
@@ -468,20 +469,30 @@ dp4a_u8 = Intrinsic(
 )
 
 
-def _amd_even_bytes(builder: Any, arguments: list[Any]) -> Any:
-    """A selector numbers the bytes of the second word from 0, those of the first from 4."""
-    permute = _call("llvm.amdgcn.perm", "i32(i32, i32, i32)")
-    first, second = arguments
-    return permute(builder, [second, first, _ir().Constant(llvm_type("i32"), 0x06040200)])
+class BytesOf(Intrinsic):
+    """Four bytes of two words: numbers 0 to 3 are those of the first, 4 to 7 of the second."""
+
+    def __init__(self, name: str, numbers: tuple[int, int, int, int]) -> None:
+        self.numbers = numbers
+        selector = sum(number << 4 * place for place, number in enumerate(numbers))
+        super().__init__(
+            name,
+            "i32(i32, i32)",
+            ptx=(f"prmt.b32 $0, $1, $2, {selector};", "=r,r,r"),
+            amdgpu=self._amd,
+        )
+
+    def _amd(self, builder: Any, arguments: list[Any]) -> Any:
+        """A selector is a word of bytes here, and counts from the second argument's."""
+        permute = _call("llvm.amdgcn.perm", "i32(i32, i32, i32)")
+        selector = sum(number << 8 * place for place, number in enumerate(self.numbers))
+        first, second = arguments
+        return permute(builder, [second, first, _ir().Constant(llvm_type("i32"), selector)])
 
 
-# Bytes 0 and 2 of a, then those of b.
-even_bytes = Intrinsic(
-    "even_bytes",
-    "i32(i32, i32)",
-    ptx=("prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r"),
-    amdgpu=_amd_even_bytes,
-)
+even_bytes = BytesOf("even_bytes", (0, 2, 4, 6))
+low_bytes_in_turn = BytesOf("low_bytes_in_turn", (0, 4, 1, 5))
+high_bytes_in_turn = BytesOf("high_bytes_in_turn", (2, 6, 3, 7))
 
 
 def _levels(permute: str, emit: Callable[[Any, Any, list[Any]], tuple[Any, Any]]) -> Emit:
@@ -550,6 +561,60 @@ levels_of = Intrinsic(
     "2xi32(i32, i32, i32, i32, i32)",
     ptx=_levels("llvm.nvvm.prmt", _nvidia_levels),
     amdgpu=_levels("llvm.amdgcn.perm", _amd_levels),
+)
+
+
+def _amd_sign_bytes(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    ones = builder.lshr(arguments[0], ir.Constant(ir.IntType(32), 7))
+    ones = builder.and_(ones, ir.Constant(ir.IntType(32), 0x01010101))
+    return builder.mul(ones, ir.Constant(ir.IntType(32), 255))
+
+
+# -1 in each byte of a word that is negative, 0 in the others.
+sign_bytes = Intrinsic(
+    "sign_bytes",
+    "i32(i32)",
+    ptx=("prmt.b32 $0, $1, 0, 0xBA98;", "=r,r"),
+    amdgpu=_amd_sign_bytes,
+)
+
+
+def _nvidia_level_parts(builder: Any, permute: Any, arguments: list[Any]) -> tuple[Any, Any]:
+    """The highest bit of a nibble in a selector repeats the sign of the byte that the others
+    choose: below 8 that is 0 in the upper part, from 8 on -1 in the lower one, so 1 is added."""
+    ir = _ir()
+    word, a, b, c, d = arguments
+
+    def constant(value: int) -> Any:
+        return ir.Constant(ir.IntType(32), value)
+
+    c, d = (builder.add(one, constant(0x01010101)) for one in (c, d))
+    return permute(a, b, word), permute(c, d, builder.xor(word, constant(0x8888)))
+
+
+def _amd_level_parts(builder: Any, permute: Any, arguments: list[Any]) -> tuple[Any, Any]:
+    """Whole levels, and nothing to add: four nibbles become the bytes of a selector."""
+    ir = _ir()
+    word = arguments[0]
+
+    def constant(value: int) -> Any:
+        return ir.Constant(ir.IntType(32), value)
+
+    for shift, mask in ((8, 0x00FF00FF), (4, 0x0F0F0F0F)):
+        kept = builder.and_(word, constant(0xFFFF)) if shift == 8 else word
+        word = builder.and_(builder.or_(kept, builder.shl(kept, constant(shift))), constant(mask))
+    found, _ = _amd_levels(builder, permute, [word, *arguments[1:]])
+    return found, constant(0)
+
+
+# Two words whose bytes, added, are the levels that the four low nibbles of a word number, in their
+# order; of the sixteen levels, given as four words, the first eight are below 0 and no others.
+level_parts = Intrinsic(
+    "level_parts",
+    "2xi32(i32, i32, i32, i32, i32)",
+    ptx=_levels("llvm.nvvm.prmt", _nvidia_level_parts),
+    amdgpu=_levels("llvm.amdgcn.perm", _amd_level_parts),
 )
 
 

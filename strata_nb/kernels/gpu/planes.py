@@ -20,10 +20,10 @@ from strata_nb.kernels.gpu.intrinsics import (
     f32_of_bits,
     f32_of_half,
     f32_of_i32,
-    fetch_2xi32,
-    fetch_4xi32,
-    fetch_i32,
-    fetch_u16,
+    load_2xi32,
+    load_4xi32,
+    load_i32,
+    load_u16,
     fma,
     i32,
     shared_load_f32,
@@ -70,7 +70,7 @@ def _scale_places(kind: str, length: int) -> Function:
 
 
 def _scale(place: int) -> Any:
-    return f32_of_half(fetch_u16(place))
+    return f32_of_half(load_u16(place))
 
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -103,18 +103,18 @@ def _load_adder(kind: str, width: int) -> Function:
     step = 16 // CACHE_TYPES[kind].dtype.itemsize  # bytes of q to a word of keys
 
     def of_four(place: int, q: int, total: Any) -> Any:
-        a, b, c, d = fetch_4xi32(place)
+        a, b, c, d = load_4xi32(place)
         total = add(a, q, total)
         total = add(b, q + step, total)
         total = add(c, q + 2 * step, total)
         return add(d, q + 3 * step, total)
 
     def of_two(place: int, q: int, total: Any) -> Any:
-        a, b = fetch_2xi32(place)
+        a, b = load_2xi32(place)
         return add(b, q + step, add(a, q, total))
 
     def of_one(place: int, q: int, total: Any) -> Any:
-        return add(fetch_i32(place), q, total)
+        return add(load_i32(place), q, total)
 
     return {16: of_four, 8: of_two, 4: of_one}[width]
 
@@ -170,7 +170,7 @@ def keys_reader(kind: str, length: int) -> Keys:
 
 
 def _four_f32(place: int, seen: bool) -> Any:
-    a, b, c, d = fetch_4xi32(place)
+    a, b, c, d = load_4xi32(place)
     return (
         f32_of_bits(a if seen else i32(0)),
         f32_of_bits(b if seen else i32(0)),
@@ -180,7 +180,7 @@ def _four_f32(place: int, seen: bool) -> Any:
 
 
 def _four_f16(place: int, seen: bool) -> Any:
-    a, b = fetch_2xi32(place)
+    a, b = load_2xi32(place)
     a = a if seen else i32(0)
     b = b if seen else i32(0)
     high_a, high_b = i32(a >> 16), i32(b >> 16)
@@ -188,7 +188,7 @@ def _four_f16(place: int, seen: bool) -> Any:
 
 
 def _four_int8(place: int, seen: bool) -> Any:
-    word = fetch_i32(place)
+    word = load_i32(place)
     word = word if seen else i32(0)
     return _byte(word, 0), _byte(word, 1), _byte(word, 2), _byte(word, 3)
 

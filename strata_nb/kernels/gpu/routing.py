@@ -2,9 +2,8 @@
 
 A row has a block, and an expert a thread. Each thread counts how many experts come before its own:
 those of a larger logit, and of an equal one the lower numbers. That takes no exchange of values
-between lanes and no sorting, and the logits are read four at a time from shared memory. It is the
-fastest for 128 experts, about 300 instructions of each warp; with more experts both their number
-and that of the warps grow.
+between lanes and no sorting, and logits are read four at a time from shared memory. With 128
+experts a warp has a few hundred instructions; with twice as many there are four times as many.
 
 Kernels of cards read the row of a choice where it is, so choices stay in the order of rows and are
 not sorted by expert. What they need of an expert is its address: `route` looks it up, and whether
@@ -64,20 +63,40 @@ _MOST = _RAISED + 4 * _MOST_CHOICES
 _LOGITS = _MOST + 16
 
 
-def _before(own: Any, logit: Any, count: Any) -> Any:
-    """Return how many of `count` experts come before one's own; count is a multiple of 4."""
+def _before(own: Any, logit: Any, last: Any) -> Any:
+    """Return how many experts come before one's own; `last` is behind those of the last warp.
+
+    Equal logits count of warps before, and do not of warps behind: only one's own warp looks at
+    numbers, which is half of the work.
+    """
+    here = own & -WARP
     found, other = i32(0), i64(0)
-    while other < count:
+    while other < here:
         a, b, c, d = shared_load_4xf32(_LOGITS + 4 * other)
-        found += _is_before(a, other, own, logit) + _is_before(b, other + 1, own, logit)
-        found += _is_before(c, other + 2, own, logit) + _is_before(d, other + 3, own, logit)
-        found = i32(found)
+        found = _counted(found, a >= logit, b >= logit, c >= logit, d >= logit)
+        other += 4
+    behind = i32(own - here)
+    while other < here + WARP:
+        a, b, c, d = shared_load_4xf32(_LOGITS + 4 * other)
+        found = _counted(
+            found,
+            a >= logit if behind > 0 else a > logit,
+            b >= logit if behind > 1 else b > logit,
+            c >= logit if behind > 2 else c > logit,
+            d >= logit if behind > 3 else d > logit,
+        )
+        behind = i32(behind - 4)
+        other += 4
+    while other < last:
+        a, b, c, d = shared_load_4xf32(_LOGITS + 4 * other)
+        found = _counted(found, a > logit, b > logit, c > logit, d > logit)
         other += 4
     return found
 
 
-def _is_before(logit: Any, number: Any, own: Any, own_logit: Any) -> Any:
-    return 1 if logit > own_logit or (logit == own_logit and number < own) else 0
+def _counted(found: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Return a number of 32 bits and how many of four conditions hold."""
+    return i32(found + (1 if a else 0) + (1 if b else 0) + (1 if c else 0) + (1 if d else 0))
 
 
 def _place_by_number(number: Any, top_k: Any) -> Any:
@@ -124,7 +143,7 @@ def _route(
     ranked = logit if logit >= lowest else lowest  # NaN
     shared_store_f32(_LOGITS + 4 * thread, ranked)
     barrier()
-    rank = i64(_before(thread, ranked, experts + 3 & -4)) if is_expert else top_k
+    rank = i64(_before(thread, ranked, experts + WARP - 1 & -WARP)) if is_expert else top_k
     is_chosen = rank < top_k
     if is_chosen:
         shared_store_i32(_NUMBERS + 4 * rank, i32(thread))

@@ -6,6 +6,9 @@ values shares is read once for two sub-blocks, and of the quantised row all lane
 read the same bytes. Reading and multiplying are two functions, so that a kernel can
 ask for weights before it knows what they meet.
 
+Weights are read by ordinary loads: those of memory that is constant are moved behind the wait for
+the launch before, where a kernel reads weights ahead.
+
 The number of sub-blocks of a row is part of the code: offsets become constants of instructions.
 What a product costs is instructions, so the types that models use most have code of their own:
 
@@ -13,6 +16,7 @@ What a product costs is instructions, so the types that models use most have cod
                   upper ones is 16 times too large, and exact
     group scales  are multiplied as integers: with scales of 6 or 8 bits no product of a sub-block
                   needs more than the 24 bits of a float
+    levels, points    `tiles_iq.py`
     all others    decode a sub-block as `weights.py` and `grids.py` say, and use `sub_block_dot`
 
 A lane keeps one sum, in order of tiles and of its two sub-blocks in each; `products.row_sum` adds
@@ -22,53 +26,44 @@ the four lanes of a row.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu import grids
 from strata_nb.kernels.gpu.intrinsics import (
     dp4a_u8,
     even_bytes,
     f32_of_half,
     f32_of_i32,
-    fetch_2xi32,
-    fetch_4xi32,
-    fetch_i32,
-    fetch_u16,
     fma,
     i32,
+    i64,
     load_2xi32,
     load_4xi32,
-    load_f32,
     load_i32,
+    load_u16,
 )
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.kernels.gpu.products import decoder_of, sub_block_dot
+from strata_nb.kernels.gpu.tile_rows import (
+    APART,
+    NEXT,
+    TILE,
+    Tile,
+    dot_u8,
+    high_nibbles,
+    low_nibbles,
+    nibble_dot,
+    quants_at,
+    two_scales,
+    two_sums,
+)
+from strata_nb.kernels.gpu.tiles_iq import iq3_s, iq4_xs
 from strata_nb.kernels.gpu.weights import place_of
-from strata_nb.kernels.quantised_rows import HALF_SUMS, SCALES, SUMS
-from strata_nb.packing import SUB_BLOCK, fields
+from strata_nb.kernels.quantised_rows import HALF_SUMS
+from strata_nb.packing import fields
 
 T = TensorType
-
-TILE = 8  # sub-blocks of a row
-_APART = TILE // 2  # between the two of a lane
-
-
-class Tile(NamedTuple):
-    """Hold device functions that multiply tiles of a type.
-
-    read   (group, rows_in_group, row, quarter, tile) -> what a lane needs of a tile: a tuple
-    add    (total, words, x, quarter, tile) -> total and the products with a quantised row at x
-
-    group, rows_in_group and row are those of `Decoder.decode`; quarter is l // 8 of lane l.
-    """
-
-    read: Function
-    add: Function
-
-
-def tiles_of(sub_blocks: int) -> int:
-    """Return how many tiles a row has; of the last there may be a part."""
-    return -(-sub_blocks // TILE)
 
 
 @cache
@@ -77,79 +72,55 @@ def tile_product(kind: TensorType, sub_blocks: int) -> Tile:
 
     ValueError for a type that has no kernels on a card.
     """
-    return _SPECIAL.get(kind, lambda blocks: _decoded(kind, blocks))(sub_blocks)
+    if kind in _SPECIAL:
+        return _SPECIAL[kind](sub_blocks)
+    return _decoded_late(kind, sub_blocks) if kind in _LOOKED_UP else _decoded(kind, sub_blocks)
 
 
 def _decoded(kind: TensorType, sub_blocks: int) -> Tile:
-    """Return how tiles are multiplied whose sub-blocks are decoded one by one."""
+    """Return how tiles are multiplied whose sub-blocks are decoded as they are read."""
     decode, dot = decoder_of(kind).decode, sub_block_dot(kind)
     is_whole = sub_blocks % TILE == 0
 
     def read(group: int, rows_in_group: int, row: int, quarter: int, tile: int) -> Any:
-        first, second = TILE * tile + quarter, TILE * tile + quarter + _APART
+        first, second = TILE * tile + quarter, TILE * tile + quarter + APART
         if not is_whole:  # what is not there repeats the last
             first, second = min(first, sub_blocks - 1), min(second, sub_blocks - 1)
         ones = decode(group, rows_in_group, row, sub_blocks, first)
         return *ones, *decode(group, rows_in_group, row, sub_blocks, second)
 
     def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
-        first, second = TILE * tile + quarter, TILE * tile + quarter + _APART
-        ones, others = words[:12], words[12:]
-        if is_whole:
-            return dot(dot(total, ones, x, sub_blocks, first), others, x, sub_blocks, second)
-        if first < sub_blocks:
-            total = dot(total, ones, x, sub_blocks, first)
-        if second < sub_blocks:
-            total = dot(total, others, x, sub_blocks, second)
+        first, second = TILE * tile + quarter, TILE * tile + quarter + APART
+        if is_whole or first < sub_blocks:
+            total = dot(total, words[:12], x, sub_blocks, first)
+        if is_whole or second < sub_blocks:
+            total = dot(total, words[12:], x, sub_blocks, second)
         return total
 
     return Tile(read, add)
 
 
-# -- the quantised row -----------------------------------------------------------------------------
+def _decoded_late(kind: TensorType, sub_blocks: int) -> Tile:
+    """Return how tiles are multiplied whose sub-blocks are decoded one after the other: what they
+    become is much larger than what is read."""
+    decode, dot = decoder_of(kind).decode, sub_block_dot(kind)
+    is_whole = sub_blocks % TILE == 0
 
+    def read(group: int, rows_in_group: int, row: int, quarter: int, tile: int) -> Any:
+        return group, i64(rows_in_group), row
 
-def _quants(x: int, quarter: int, tile: int) -> Any:
-    """Return where the quants of a lane's first sub-block are; the other's follow 128 behind."""
-    return x + TILE * SUB_BLOCK * tile + SUB_BLOCK * quarter
+    def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
+        group, rows_in_group, row = words
+        first, second = TILE * tile + quarter, TILE * tile + quarter + APART
+        if is_whole or first < sub_blocks:
+            ones = decode(group, rows_in_group, row, sub_blocks, first)
+            total = dot(total, ones, x, sub_blocks, first)
+        if is_whole or second < sub_blocks:
+            others = decode(group, rows_in_group, row, sub_blocks, second)
+            total = dot(total, others, x, sub_blocks, second)
+        return total
 
-
-_NEXT = SUB_BLOCK * _APART
-
-
-def _two_scales(x: int, sub_blocks: int, quarter: int, tile: int) -> Any:
-    place = x + SCALES * sub_blocks + 4 * TILE * tile + 4 * quarter
-    return load_f32(place), load_f32(place + 4 * _APART)
-
-
-def _two_sums(x: int, sub_blocks: int, quarter: int, tile: int) -> Any:
-    place = x + SUMS * sub_blocks + 4 * TILE * tile + 4 * quarter
-    return load_i32(place), load_i32(place + 4 * _APART)
-
-
-def _dot_u8(words: Any, x: int, total: int) -> Any:
-    """Add the product of sixteen unsigned bytes with quants at x."""
-    a, b, c, d = words
-    xa, xb, xc, xd = load_4xi32(x)
-    return dp4a_u8(d, xd, dp4a_u8(c, xc, dp4a_u8(b, xb, dp4a_u8(a, xa, total))))
-
-
-def _low(words: Any) -> Any:
-    """Return the low nibbles of bytes, as bytes."""
-    a, b, c, d = words
-    return a & 0x0F0F0F0F, b & 0x0F0F0F0F, c & 0x0F0F0F0F, d & 0x0F0F0F0F
-
-
-def _high(words: Any) -> Any:
-    """Return the high nibbles of bytes where they are: 16 times too large."""
-    a, b, c, d = words
-    return a & -0x0F0F0F10, b & -0x0F0F0F10, c & -0x0F0F0F10, d & -0x0F0F0F10
-
-
-def _nibble_dot(words: Any, x: int) -> Any:
-    """Return the product of 32 values of 4 bits with a sub-block of quants at x."""
-    upper = _dot_u8(_high(words), x + 16, 0)
-    return _dot_u8(_low(words), x, i32(upper >> 4))
+    return Tile(read, add)
 
 
 # -- Q4_K and Q5_K ---------------------------------------------------------------------------------
@@ -176,8 +147,8 @@ def _add_pair(
 ) -> Any:
     """Add two sub-blocks whose scales and minima are `bounds`, two halves, times six bits each."""
     first, second = dots
-    one_sum, other_sum = _two_sums(x, sub_blocks, quarter, tile)
-    one_scale, other_scale = _two_scales(x, sub_blocks, quarter, tile)
+    one_sum, other_sum = two_sums(x, sub_blocks, quarter, tile)
+    one_scale, other_scale = two_scales(x, sub_blocks, quarter, tile)
     product = f32_of_i32(i32(first * (steps & 63))) * one_scale
     product = fma(f32_of_i32(i32(second * (steps >> 8 & 63))), other_scale, product)
     minimum = f32_of_i32(i32(one_sum * (steps >> 16 & 63))) * one_scale
@@ -193,9 +164,9 @@ def _shared_words(kind: TensorType) -> Function:
 
     def shared(group: int, rows_in_group: int, row: int, blocks: int, tile: int) -> Any:
         place = step_place(group, rows_in_group, row, blocks, 3 * tile)
-        bounds = fetch_i32(bounds_place(group, rows_in_group, row, blocks, tile))
-        a, b = fetch_i32(place), fetch_i32(place + 4 * rows_in_group)
-        return a, b, fetch_i32(place + 8 * rows_in_group), bounds
+        bounds = load_i32(bounds_place(group, rows_in_group, row, blocks, tile))
+        a, b = load_i32(place), load_i32(place + 4 * rows_in_group)
+        return a, b, load_i32(place + 8 * rows_in_group), bounds
 
     return shared
 
@@ -206,14 +177,14 @@ def _q4_k(sub_blocks: int) -> Tile:
 
     def read(group: int, rows_in_group: int, row: int, quarter: int, tile: int) -> Any:
         place = quants_place(group, rows_in_group, row, blocks, TILE * tile + quarter)
-        ones = fetch_4xi32(place)
-        others = fetch_4xi32(place + 16 * _APART * rows_in_group)
+        ones = load_4xi32(place)
+        others = load_4xi32(place + 16 * APART * rows_in_group)
         return *ones, *others, *shared(group, rows_in_group, row, blocks, tile)
 
     def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
         a, b, high, bounds = words[8:]
-        place = _quants(x, quarter, tile)
-        dots = _nibble_dot(words[:4], place), _nibble_dot(words[4:8], place + _NEXT)
+        place = quants_at(x, quarter, tile)
+        dots = nibble_dot(words[:4], place), nibble_dot(words[4:8], place + NEXT)
         steps = _six_bits(a, b, high, quarter)
         return _add_pair(total, dots, x, sub_blocks, quarter, tile, steps, bounds)
 
@@ -235,7 +206,7 @@ def _five_bit_dot(words: Any, tops: int, x: int) -> Any:
         i32(c >> 4 & 0x0F0F0F0F | tops >> 2 & 0x10101010),
         i32(d >> 4 & 0x0F0F0F0F | tops >> 3 & 0x10101010),
     )
-    return _dot_u8(high, x + 16, _dot_u8(low, x, 0))
+    return dot_u8(high, x + 16, dot_u8(low, x, 0))
 
 
 def _q5_k(sub_blocks: int) -> Tile:
@@ -245,15 +216,15 @@ def _q5_k(sub_blocks: int) -> Tile:
     def read(group: int, rows_in_group: int, row: int, quarter: int, tile: int) -> Any:
         low = low_place(group, rows_in_group, row, blocks, TILE * tile + quarter)
         high = high_place(group, rows_in_group, row, blocks, TILE * tile + quarter)
-        ones, others = fetch_4xi32(low), fetch_4xi32(low + 16 * _APART * rows_in_group)
-        tops = fetch_i32(high), fetch_i32(high + 4 * _APART * rows_in_group)
+        ones, others = load_4xi32(low), load_4xi32(low + 16 * APART * rows_in_group)
+        tops = load_i32(high), load_i32(high + 4 * APART * rows_in_group)
         return *ones, *others, *shared(group, rows_in_group, row, blocks, tile), *tops
 
     def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
         a, b, high, bounds, top, other_top = words[8:]
-        place = _quants(x, quarter, tile)
+        place = quants_at(x, quarter, tile)
         first = _five_bit_dot(words[:4], top, place)
-        second = _five_bit_dot(words[4:8], other_top, place + _NEXT)
+        second = _five_bit_dot(words[4:8], other_top, place + NEXT)
         steps = _six_bits(a, b, high, quarter)
         return _add_pair(total, (first, second), x, sub_blocks, quarter, tile, steps, bounds)
 
@@ -276,9 +247,9 @@ def _six_bit_dots(low: Any, high: Any, x: int, sums: Any) -> Any:
     xa, xb, xc, xd = load_4xi32(x)
     lower = dp4a_u8(h & 0x03030303, xa, dp4a_u8(i & 0x03030303, xb, i32(-2 * one_sum)))
     lower = dp4a_u8(h & 0x0C0C0C0C, xc, dp4a_u8(i & 0x0C0C0C0C, xd, i32(lower << 2)))
-    lower = _dot_u8(_low(low), x, i32(lower << 2))
+    lower = dot_u8(low_nibbles(low), x, i32(lower << 2))
     xe, xf, xg, xh = load_4xi32(x + 16)
-    upper = i32(_dot_u8(_high(low), x + 16, 0) >> 2)
+    upper = i32(dot_u8(high_nibbles(low), x + 16, 0) >> 2)
     upper = dp4a_u8(h & -0x3F3F3F40, xg, dp4a_u8(i & -0x3F3F3F40, xh, upper))
     upper = dp4a_u8(h & 0x30303030, xe, dp4a_u8(i & 0x30303030, xf, i32(upper >> 2)))
     return lower, i32(upper - 32 * other_sum)
@@ -296,24 +267,22 @@ def _q6_k(sub_blocks: int) -> Tile:
         high = high_place(group, rows_in_group, row, blocks, number)
         step = step_place(group, rows_in_group, row, blocks, number)
         return (
-            *fetch_4xi32(low),
-            *fetch_4xi32(low + 16 * _APART * rows_in_group),
-            *fetch_2xi32(high),
-            *fetch_2xi32(high + 8 * _APART * rows_in_group),
-            fetch_u16(step),
-            fetch_u16(step + 2 * _APART * rows_in_group),
-            fetch_u16(scale_place(group, rows_in_group, row, blocks, tile)),
+            *load_4xi32(low),
+            *load_4xi32(low + 16 * APART * rows_in_group),
+            *load_2xi32(high),
+            *load_2xi32(high + 8 * APART * rows_in_group),
+            load_u16(step),
+            load_u16(step + 2 * APART * rows_in_group),
+            load_u16(scale_place(group, rows_in_group, row, blocks, tile)),
         )
 
     def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
         step, other_step, scale = words[12:]
-        place = _quants(x, quarter, tile)
+        place = quants_at(x, quarter, tile)
         sums = x + HALF_SUMS * sub_blocks + 8 * TILE * tile + 8 * quarter
-        one_scale, other_scale = _two_scales(x, sub_blocks, quarter, tile)
+        one_scale, other_scale = two_scales(x, sub_blocks, quarter, tile)
         first = _six_bit_dots(words[:4], words[8:10], place, load_2xi32(sums))
-        second = _six_bit_dots(
-            words[4:8], words[10:12], place + _NEXT, load_2xi32(sums + 8 * _APART)
-        )
+        second = _six_bit_dots(words[4:8], words[10:12], place + NEXT, load_2xi32(sums + 8 * APART))
         product = f32_of_i32(_with_steps(first, step)) * one_scale
         product = fma(f32_of_i32(_with_steps(second, other_step)), other_scale, product)
         return fma(f32_of_half(scale), product, total)
@@ -327,4 +296,11 @@ def _with_steps(halves: Any, step: int) -> Any:
     return i32(lower * i32(i32(step << 24) >> 24) + upper * i32(i32(step << 16) >> 24))
 
 
-_SPECIAL = {T.Q4_K: _q4_k, T.Q5_K: _q5_k, T.Q6_K: _q6_k}
+_LOOKED_UP = {T.IQ4_NL, T.MXFP4, *grids.DECODERS}  # levels and points in place of quants
+_SPECIAL = {
+    T.Q4_K: _q4_k,
+    T.Q5_K: _q5_k,
+    T.Q6_K: _q6_k,
+    T.IQ4_XS: iq4_xs,
+    T.IQ3_S: iq3_s,
+}

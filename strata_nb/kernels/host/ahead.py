@@ -15,6 +15,7 @@ from strata_nb.kernels.host import threads
 from strata_nb.kernels.host.functions import host_kernel
 from strata_nb.kernels.host.operations import Work
 from strata_nb.kernels.program import Launch, Program
+from strata_nb.packing import PACKED, packer
 from strata_nb.progress import Progress, Say
 
 _MODULE = "strata_nb.kernels.host.ahead"
@@ -90,8 +91,11 @@ def _functions(launches: Iterable[Launch]) -> Iterator[Compiled]:
 
 
 def _of_launch(launch: Launch) -> Iterator[Compiled]:
+    """Yield what a launch calls, and what packs the weights that it reads."""
     kernel = host_kernel(launch, Work(0, 0))
     yield from (one for one in kernel.functions() if isinstance(one, Compiled))
+    kinds = launch.variant if isinstance(launch.variant, tuple) else (launch.variant,)
+    yield from (packer(kind) for kind in kinds if kind in PACKED)
 
 
 def _of_request(request: bytes) -> Iterator[Compiled]:
