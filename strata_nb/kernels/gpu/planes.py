@@ -20,12 +20,12 @@ from strata_nb.kernels.gpu.intrinsics import (
     f32_of_bits,
     f32_of_half,
     f32_of_i32,
+    fma,
+    i32,
     load_2xi32,
     load_4xi32,
     load_i32,
     load_u16,
-    fma,
-    i32,
     shared_load_f32,
 )
 from strata_nb.kernels.gpu.operations import Function
