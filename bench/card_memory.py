@@ -19,7 +19,8 @@ those before the 32nd token do not count.
 
   give     `Engine.set_vram_reserve` until so many bytes of experts have left: the call's wall clock
   take     the same back to the reserve of the start; the call returns when experts are back
-  driver   of that, in calls of the driver: measured in a round of its own, which does not count
+  parts    of that, in calls of the driver and of the arena, which keeps the tables of experts, and
+           the rest: measured in a round of its own, which does not count
   link     what one copy of pinned memory to the device reaches in the same run
 
 A profile ranks every expert, so that all come back: who was never used nor ranked stays away.
@@ -60,8 +61,8 @@ LONGEST = 5  # gaps that are told with their places
 COPIES = 8
 COPY_BYTES = 256 << 20
 MIB = 1 << 20
-# Calls of the driver that a change of memory makes.
-CALLS = (
+# What a change of memory calls: none of these calls another one.
+DRIVER_CALLS = (
     "create",
     "release",
     "map",
@@ -72,6 +73,7 @@ CALLS = (
     "stream_synchronize",
     "mem_info",
 )
+ARENA_CALLS = ("moves_into", "resize", "hottest", "begin_fill")
 
 
 class Text(NamedTuple):
@@ -189,17 +191,18 @@ def exchange(engine: Engine, give_bytes: int, rounds: int) -> dict[str, Any]:
         if device.free_bytes is None:
             raise SystemExit(f"{device.name}: memory of the machine is not given away")
         reserve = device.free_bytes + before.bytes_by_owner["spare"] + give_bytes
-        with _driver_seconds(engine, split["give"] if is_split else None):
+        with _parts(engine, split["give"] if is_split else None):
             give_s = _seconds(engine, -(-reserve // MIB))
         given = engine.describe()
         same &= _digest(write(engine, SHORT).ids) == expected
         gone = engine.describe()  # and a policy may have exchanged experts
-        with _driver_seconds(engine, split["take"] if is_split else None):
+        with _parts(engine, split["take"] if is_split else None):
             take_s = _seconds(engine, None)
         after = engine.describe()
         same &= _digest(write(engine, SHORT).ids) == expected
         if is_split:
-            split["give"]["all"], split["take"]["all"] = 1e3 * give_s, 1e3 * take_s
+            for name, whole_s in (("give", give_s), ("take", take_s)):
+                split[name]["rest"] = 1e3 * whole_s - sum(split[name].values())
             break
         came_bytes = _resident_bytes(engine, after.resident) - _resident_bytes(
             engine, gone.resident
@@ -223,7 +226,7 @@ def exchange(engine: Engine, give_bytes: int, rounds: int) -> dict[str, Any]:
         "given_bytes": statistics.median(one["given_bytes"] for one in measured),
         "all_came_back": all(one["resident_after"] == one["resident_before"] for one in measured),
         "same_tokens": same,
-        "driver_ms": split,
+        "parts_ms": split,
         "rounds": measured,
     }
 
@@ -241,15 +244,15 @@ def _resident_bytes(engine: Engine, resident: int) -> float:
 
 
 @contextmanager
-def _driver_seconds(engine: Engine, took: dict[str, float] | None) -> Iterator[None]:
-    """Add up in `took` the milliseconds that calls of the driver take; None: do nothing."""
+def _parts(engine: Engine, took: dict[str, float] | None) -> Iterator[None]:
+    """Add up in `took` the milliseconds that parts of a change take; None: do nothing."""
+    model = engine._device()
     with ExitStack() as patches:
         if took is not None:
-            owner = type(engine._device()._backend.driver)
-            for name in CALLS:
-                if hasattr(owner, name):
-                    function = _adding(getattr(owner, name), name, took)
-                    patches.enter_context(mock.patch.object(owner, name, function))
+            for owner, names in ((model._backend.driver, DRIVER_CALLS), (model.arena, ARENA_CALLS)):
+                for name in names:
+                    function = _adding(getattr(type(owner), name), name, took)
+                    patches.enter_context(mock.patch.object(type(owner), name, function))
         yield
 
 
@@ -288,14 +291,14 @@ def link_rate(engine: Engine) -> float:
 
 
 def print_memory(figures: dict[str, Any], link: float) -> None:
-    """Print giving and taking, a line each, with what the driver had of it."""
+    """Print giving and taking, a line each, with its parts."""
     rate = figures["gb_per_s"]["median"]
     for name in ("give", "take"):
-        ms, calls = figures[f"{name}_ms"], figures["driver_ms"][name]
-        parts = ", ".join(f"{call} {took:.1f}" for call, took in calls.items() if call != "all")
+        ms, calls = figures[f"{name}_ms"], figures["parts_ms"][name]
+        parts = ", ".join(f"{call} {took:.1f}" for call, took in calls.items())
         print(
             f"{name}: {ms['median']:.1f} ms ({ms['least']:.1f} to {ms['most']:.1f}, n {ms['n']}); "
-            f"a round of {calls['all']:.1f} ms: driver {parts}"
+            f"a round of {sum(calls.values()):.1f} ms: {parts}"
         )
     print(
         f"{figures['given_bytes'] / 2**30:.2f} GiB of experts left; they came back at {rate:.1f} "

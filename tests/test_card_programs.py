@@ -207,7 +207,9 @@ def test_growth_and_giving_are_measured(run: Programs, small: str) -> None:
     (round_,) = memory["rounds"]
     assert round_["resident_between"] < round_["resident_before"] == SHAPE.layers * SHAPE.experts
     assert round_["came_bytes"] > 0
-    assert memory["driver_ms"]["give"]["unmap"] > 0
+    assert memory["parts_ms"]["give"]["unmap"] > 0
+    assert memory["parts_ms"]["take"]["begin_fill"] > 0
+    assert memory["parts_ms"]["take"]["rest"] > 0
 
 
 @pytest.mark.parametrize("program", [card_windows, card_tokens])
