@@ -13,9 +13,14 @@ RESULTS = Path(__file__).parents[1] / "bench" / "results"
 
 
 def write_result(
-    name: str, what: str, command: str, figures: Mapping[str, object], packages: tuple[str, ...]
+    name: str,
+    what: str,
+    command: str,
+    figures: Mapping[str, object],
+    packages: tuple[str, ...],
+    file: str | None = None,
 ) -> Path:
-    """Write `bench/results/NAME.json` and return its path.
+    """Write `bench/results/NAME.json`, or `file`, and return its path.
 
     what      one line: what the figures are, with their units
     command   that makes them again, from the root of the project
@@ -30,6 +35,6 @@ def write_result(
         "versions": versions(packages),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
-    path = RESULTS / f"{name}.json"
+    path = RESULTS / f"{name}.json" if file is None else Path(file)
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return path

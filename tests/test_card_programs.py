@@ -1,0 +1,218 @@
+"""The programs of bench/ that measure a card, run on what is no card."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import card_graphs
+import card_matrices
+import card_memory
+import card_tokens
+import card_windows
+import numpy as np
+import pytest
+from card_world import Simulated, failing_card
+from cuda_table_of_host import Launch
+from device_world import SHAPE, TINY, make_tiny
+from make_model import make_model
+
+from strata_nb import Engine, Options, backend
+from strata_nb.addresses import memory_view
+from strata_nb.card_backend import CardBackend
+from strata_nb.errors import UnsupportedDevice
+from strata_nb.formats import TensorType, row_bytes
+from strata_nb.kernels.gpu.card_launch import CardLaunch
+from strata_nb.kernels.gpu.launches import card_launches
+from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.plain_read import PlainRead
+from strata_nb.steps import Row
+
+READ = PlainRead(10**9, (1e-3, 2e-3))  # 1,000 GB/s
+
+
+class Programs:
+    """Run a program's `main` and return what it wrote."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self._path, self._patch = folder / "result.json", patch
+
+    def __call__(self, program: Any, *words: str) -> Any:
+        self._patch.setattr(sys, "argv", ["program", *words, f"-o{self._path}"])
+        program.main()
+        return json.loads(self._path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    return Programs(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let `--device cuda:0` be a simulated card, whose memory is said to be read at `READ`."""
+    monkeypatch.setattr(card_graphs, "device_name", lambda device: f"{device}: a card")
+    monkeypatch.setattr(card_graphs, "REPLAYS", 2)
+    monkeypatch.setattr(CardBackend, "plain_read", lambda _: READ)
+    with failing_card(budget_bytes=1 << 30) as (open_card, _):
+        monkeypatch.setattr(backend, "open_card", lambda *_: open_card())
+        yield
+
+
+def made_up(
+    simulated: Simulated, kernel: GpuKernel, kinds: Sequence[str]
+) -> Callable[[Launch], None]:
+    """Return what computes a kernel of routing or drawing; products are made up, by row and output.
+
+    Other kernels do nothing: what they take in the simulator is too long for many windows.
+    """
+    if kernel.name.startswith(("route", "sample")):
+        return compute(simulated, kernel, kinds)
+    names = [*signature(kernel.function).parameters]
+    layout = "@" + "".join("f" if kind == "float" else "q" for kind in kinds)
+
+    def run(one: Launch) -> None:
+        if kernel.name.startswith(("linear", "one_row")):
+            words = dict(zip(names, struct.unpack(layout, one.arguments), strict=True))
+            rows, outputs = memory_view(words["rows"], 8).view(np.int64)[0], words["outputs"]
+            y = memory_view(words["y"], 4 * rows * outputs).view(np.float32)
+            each = np.outer(1 + np.arange(rows), 1 + np.arange(outputs))
+            y.reshape(rows, outputs)[:] = 3 * each % 4
+
+    return run
+
+
+compute = Simulated._runner
+
+
+@pytest.fixture
+def made_up_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Simulated, "_runner", made_up)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("programs") / "tiny.gguf"
+    make_tiny(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("programs") / "small.gguf"
+    make_model(path, SHAPE)
+    return str(path)
+
+
+@pytest.mark.usefixtures("card")
+def test_products_with_matrices_are_measured(
+    run: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card_matrices, "DIFFERENT_ROWS", 8)
+    size = 2 * 8 * row_bytes(TensorType.Q6_K, 256)
+    found = run(card_matrices, "--types=Q6_K,IQ4_XS", "--values=256", f"--bytes={size}")
+    assert found["device"] == "cuda:0: a card"
+    assert [row["type"] for row in found["rows"]] == ["Q6_K", "IQ4_XS"]
+    row = found["rows"][0]
+    assert (row["outputs"], row["bytes"], row["alone_us"]["n"]) == (16, size, 2)
+    assert row["kernel"].startswith("one_row")
+    rate = size / row["alone_us"]["median"] * 1e6
+    assert row["alone_us"]["share"] == pytest.approx(rate / READ.bytes_per_s)
+
+
+@pytest.mark.usefixtures("card")
+def test_products_that_are_wrong_end_the_program(
+    run: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card_matrices, "DIFFERENT_ROWS", 8)
+    monkeypatch.setattr(card_graphs.TimedGraph, "seconds", lambda _: [1.0])
+    with pytest.raises(SystemExit, match="not right"):
+        run(card_matrices, "--types=Q8_0", "--values=256", "--bytes=8000")
+
+
+@pytest.mark.usefixtures("card", "made_up_products")
+def test_windows_are_measured_beside_the_bytes_of_their_experts(run: Programs, tiny: str) -> None:
+    found = run(card_windows, tiny, "--rows=1,2", "--depth=9", "--steps=1")
+    one, two = found["rows"]
+    assert one["experts_a_layer"] == TINY.top_k
+    assert TINY.top_k < two["experts_a_layer"] <= TINY.experts
+    assert one["ratio"] == 1
+    assert one["same_bits"]
+    assert two["same_bits"]
+    cost = two["us"]["median"] / one["us"]["median"]
+    assert two["ratio"] == pytest.approx(cost / (two["bytes"] / one["bytes"]))
+
+
+@pytest.mark.usefixtures("card", "made_up_products")
+def test_windows_with_other_bits_where_launches_do_not_overlap_end_the_program(
+    run: Programs, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = CardBackend._launch
+
+    def spoiled(card: CardBackend, one: CardLaunch, rows: int) -> None:
+        if card.overlaps or one.label != "output":
+            launch(card, one, rows)
+        else:
+            part = dict(one.arguments) | {"outputs": one.arguments["outputs"] - 1}
+            launch(card, one._replace(arguments=part), rows)
+
+    monkeypatch.setattr(CardBackend, "_launch", spoiled)
+    with pytest.raises(SystemExit, match="not all logits"):
+        run(card_windows, tiny, "--rows=1", "--depth=3", "--steps=1")
+
+
+@pytest.mark.usefixtures("card", "made_up_products")
+def test_what_replayed_windows_count_is_put_back(tiny: str) -> None:
+    with Engine.open(Options(tiny, "cuda:0", ctx_size=64)) as engine, ExitStack() as made:
+        card, model = card_graphs.card_of(engine), engine._device()
+        sequence = model.open_sequence()
+
+        def read_a_token() -> None:
+            model.choose([Row(sequence, 1, True)], [card_windows.GREEDY])
+            model._settle()
+
+        read_a_token()
+        launches = card_launches(model._programs.window, 1)
+        with card_graphs.put_back(card):
+            card_graphs.TimedGraph(card, launches, 1, made).seconds()
+        read_a_token()
+        assert model.arena.use.sum() == 2 * TINY.layers * TINY.top_k
+
+
+@pytest.mark.usefixtures("card", "made_up_products")
+def test_tokens_are_the_same_whether_windows_begin_ahead(run: Programs, tiny: str) -> None:
+    found = run(card_tokens, tiny, "--warm-up=2", "--tokens=3", "--runs=1", "--windows=2")
+    assert found["same_tokens"]
+    assert found["graph_us"]["n"] == 2
+    assert found["overhead_ahead_us"] == pytest.approx(
+        found["ahead_us"]["median"] - found["graph_us"]["median"]
+    )
+
+
+def test_growth_and_giving_are_measured(run: Programs, small: str) -> None:
+    words = ("--cells=1024", "--texts=1", "--give=0.001", "--rounds=1")
+    found = run(card_memory, small, "--device=host:1x64MiB", *words)
+    assert found["same_tokens"]
+    assert found["grown"]["growths"][0] > 0 == found["whole"]["growths"][0]
+    memory = found["memory"]
+    assert memory["same_tokens"]
+    assert memory["all_came_back"]
+    assert memory["given_bytes"] > 2**20
+    (round_,) = memory["rounds"]
+    assert round_["resident_between"] < round_["resident_before"] == SHAPE.layers * SHAPE.experts
+    assert round_["came_bytes"] > 0
+    assert memory["parts_ms"]["give"]["unmap"] > 0
+    assert memory["parts_ms"]["take"]["begin_fill"] > 0
+    assert memory["parts_ms"]["take"]["rest"] > 0
+
+
+@pytest.mark.parametrize("program", [card_windows, card_tokens])
+def test_a_device_without_graphs_is_refused(run: Programs, tiny: str, program: Any) -> None:
+    with pytest.raises(UnsupportedDevice, match="no graphs"):
+        run(program, tiny, "--device=host:1x64MiB")
