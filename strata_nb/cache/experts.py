@@ -112,7 +112,7 @@ class ExpertArena:
         usable = min(len(self._owner), self.layout.slots_within(usable_bytes))
         for slot in range(usable, self.usable_slots):
             if self._owner[slot] != NOBODY:
-                self.evict(*self._expert_in(slot))
+                self._evict(*self._expert_in(slot), slot)
         for slot in range(self.usable_slots, usable):
             if slot not in self._draining:
                 heapq.heappush(self._free[self.layout.class_of_slot(slot)], slot)
@@ -236,12 +236,16 @@ class ExpertArena:
         if self.expert_tier[layer, expert] != Tier.SLOT:
             raise RuleViolation(9, f"expert {expert} of layer {layer} has no slot")
         slot = int(np.flatnonzero(self._owner == layer * self.layout.experts + expert)[0])
+        self._evict(layer, expert, slot)
+        return slot
+
+    def _evict(self, layer: int, expert: int, slot: int) -> None:
+        """Let the tables name the host's copy of the expert in a slot."""
         self.addresses[layer, expert] = self._in_place[layer, expert]
         self.tiers[layer, expert] = Tier.IN_PLACE
         self._owner[slot] = NOBODY
         self._draining.add(slot)
         self._tell("evict", layer, expert, slot)
-        return slot
 
     def check_integrity(self, covers: Callable[[int, int], bool]) -> None:
         """Raise RuleViolation unless every address in the table is right.
