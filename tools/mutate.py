@@ -91,7 +91,7 @@ FAULTS = (
     Fault(
         "tables name slots that are lost",
         "strata_nb/cache/experts.py",
-        "                self.evict(*self._expert_in(slot))\n        for slot in range(self.usable",
+        "                self._evict(*self._expert_in(slot), slot)\n        for slot in range(self.usable",
         "                pass\n        for slot in range(self.usable",
         LEDGER,
     ),
