@@ -91,8 +91,8 @@ FAULTS = (
     Fault(
         "tables name slots that are lost",
         "strata_nb/cache/experts.py",
-        "                self._evict(*self._expert_in(slot), slot)\n        for slot in range(self.usable",
-        "                pass\n        for slot in range(self.usable",
+        "                self._evict(*self._expert_in(slot), slot)\n        for slot in range(",
+        "                pass\n        for slot in range(",
         LEDGER,
     ),
     Fault(
