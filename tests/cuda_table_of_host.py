@@ -90,6 +90,7 @@ class HostTable:
     kernels      image -> name -> what runs for it
     refused      the rules that callers broke, which they see as CUDA_ERROR_INVALID_VALUE
     calls        how often each function was called
+    overlapping  launches that may begin before the one in front has ended
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class HostTable:
         self.host._memory._require_drained = lambda *_: None  # type: ignore[method-assign]
         self.calls: Counter[str] = Counter()
         self.refused: list[RuleViolation] = []
+        self.overlapping = 0
         self._devices = devices
         self._version = version
         self._attributes = {**ATTRIBUTES, **(attributes or {})}
@@ -358,6 +360,7 @@ class HostTable:
         assert not parameters
         for number in range(config.numAttrs):
             assert config.attrs[number].id == cuda.PROGRAMMATIC_STREAM_SERIALIZATION
+            self.overlapping += config.attrs[number].value
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
         block = config.blockDimX, config.blockDimY, config.blockDimZ
         shared, stream = config.sharedMemBytes, config.hStream

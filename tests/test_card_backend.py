@@ -11,8 +11,8 @@ from typing import Any
 import kernel_references as plain
 import numpy as np
 import pytest
-from card_world import failing_card, simulated_card
-from cuda_table_of_host import FailingTable
+from card_world import IMAGE, Simulated, failing_card, simulated_card
+from cuda_table_of_host import FailingTable, HostTable
 from device_world import load, make_tiny, opened, random_tokens, read
 from gpu_launches import shaped
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from strata_nb import Sampling, card_backend, cuda_table
 from strata_nb.card_backend import CardBackend, CardProgram
 from strata_nb.device_model import DeviceModel
+from strata_nb.driver import CudaDriver
 from strata_nb.errors import DeviceLost, DriverError, StrataError
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES
@@ -294,6 +295,19 @@ def test_a_profile_that_fails_leaves_counts_and_driver_as_they_were(function: st
         adding.run()
         backend.wait()
         assert adding.y.array.tolist() == [2] * WIDTH
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_launches_overlap_unless_they_shall_not(
+    monkeypatch: pytest.MonkeyPatch, overlaps: bool
+) -> None:
+    monkeypatch.setattr(CardBackend, "overlaps", overlaps)
+    simulated = Simulated()
+    with closing(HostTable(1, kernels={IMAGE: simulated.kernels})) as cards:
+        with closing(CardBackend("cuda", CudaDriver(cards), 0, simulated, 1)) as backend:
+            Adding(backend)
+        assert cards.calls["cuLaunchKernelEx"] > 1
+        assert cards.overlapping == (cards.calls["cuLaunchKernelEx"] if overlaps else 0)
 
 
 class Invalidated(FailingTable):

@@ -16,6 +16,7 @@ from gpu_launches import shaped, shaped_for_card
 from strata_nb.formats import CACHE_TYPES
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels.gpu import compile as gpu_compile
+from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
@@ -115,6 +116,10 @@ def faults(name: str, targets: Sequence[str]) -> list[str]:
     # Without a mode of rounding the linker may join two of them to one, and quotients are near.
     if re.search(r"(add|sub|mul|mad|div)(\.full|\.approx)?(\.ftz)?\.f32", code):
         found.append(f"{name} leaves rounding to the linker")
+    # What was launched before may still run until here.
+    before, wait, _ = code.partition(AWAIT_PREVIOUS)
+    if not wait or re.search(r"\b(st\.global|red\.|atom\.)", before):
+        found.append(f"{name} writes before it waits for the launch in front")
     for target in targets:
         made = gpu_compile.link(code, target)
         # The oldest have as many as a block can have.
@@ -151,6 +156,16 @@ def test_a_kernel_that_takes_too_many_registers_is_found(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys.modules[__name__], "every_kernel", lambda *, lengths: tight)
     (fault,) = faults("quantise", TARGETS[1:2])
     assert "registers of 8" in fault
+
+
+def test_a_kernel_that_writes_before_it_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = gpu_compile.ptx_code
+
+    def without(kernel: GpuKernel, kinds: Sequence[str]) -> str:
+        return late(kernel, kinds).replace(AWAIT_PREVIOUS, "")
+
+    monkeypatch.setattr(gpu_compile, "ptx_code", without)
+    assert "waits" in faults("quantise", [])[0]
 
 
 @pytest.mark.slow

@@ -207,12 +207,6 @@ shared_load_i64 = Intrinsic(
 shared_load_4xf32 = Intrinsic(
     "shared_load_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _shared, constant=False)
 )
-shared_load_4xi32 = Intrinsic(
-    "shared_load_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", _shared, constant=False)
-)
-shared_load_2xi32 = Intrinsic(
-    "shared_load_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", _shared, constant=False)
-)
 shared_store_f32 = Intrinsic("shared_store_f32", "void(i64, f32)", body=_store("f32", _shared))
 shared_store_i32 = Intrinsic("shared_store_i32", "void(i64, i32)", body=_store("i32", _shared))
 shared_store_i64 = Intrinsic("shared_store_i64", "void(i64, i64)", body=_store("i64", _shared))

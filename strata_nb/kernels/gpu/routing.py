@@ -33,7 +33,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     i64,
     load_f32,
     load_i64,
-    prefetch,
     shared_load_4xf32,
     shared_load_f32,
     shared_load_i32,
@@ -46,10 +45,6 @@ from strata_nb.kernels.gpu.intrinsics import (
 from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, Grid, block_sum, blocks_of
 
 IN_HOST_MEMORY = 1  # added to the address of a blob, which is even
-
-# Bytes of each chosen blob in a slot that are brought into the cache before `expert_gate_up` asks
-# for them; a multiple of 16, less than the smallest blob. One block asks for all of a row.
-AHEAD_BYTES = 0
 
 _MOST_EXPERTS = 1024  # threads of a block
 _MOST_CHOICES = 64
@@ -158,8 +153,6 @@ def _route(
         store_i64(chosen + 8 * choice, thread)
         store_i64(blobs + 8 * choice, blob + (IN_HOST_MEMORY if is_miss else 0))
         shared_store_f32(_RAISED + 4 * place, raised)
-        if not is_miss:
-            _bring(blob)
         add_i64(use + 8 * thread, i64(1))
         add_i64(tally + (8 if is_miss else 0), i64(1))
     total = block_sum(raised, thread, experts + WARP - 1 >> 5)
@@ -168,12 +161,6 @@ def _route(
         if renormalise != 0:
             share = share / (_sum_of_chosen(top_k) / total)
         store_f32(shares + 4 * (top_k * row + place), share)
-
-
-def _bring(blob: Any) -> None:
-    """Ask for the first bytes of a blob."""
-    if AHEAD_BYTES:
-        prefetch(blob, i32(AHEAD_BYTES))
 
 
 def _grid(_: Arguments, most_rows: int) -> Grid:
