@@ -118,8 +118,8 @@ def test_growth_ahead_that_finds_nothing_is_no_error_until_it_is_needed(grown: G
 
 def test_a_refusal_has_its_numbers_whoever_refused() -> None:
     grown = Grown(blobs=())
-    grown.write(64)
     grown.world.driver.faults.plan("create", forever=True)
+    grown.write(64)
     with pytest.raises(OutOfDeviceMemory, match="no memory to grow, cells 192, there are 128"):
         grown.elastic.before_step({grown.sequence: 65})
     grown.world.end()

@@ -275,17 +275,18 @@ class InterruptedTable(SharedTable):
         super().__setitem__(place, value)
 
 
-@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("name", ["addresses", "tiers"])
 def test_a_filling_that_is_interrupted_while_it_names_experts_names_none(
-    world: World, nth: int
+    world: World, name: str
 ) -> None:
     arena = arena_of(world)
-    table = arena.addresses
-    arena.addresses = InterruptedTable(table.receive())
-    arena.addresses.left = nth
+    table = getattr(arena, name)
+    interrupted = InterruptedTable(table.receive())
+    interrupted.left = 1
+    setattr(arena, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         arena.fill([(0, 1), (1, 1), (2, 2)])
-    arena.addresses = table
+    setattr(arena, name, table)
     assert arena.resident == 0
     world.check()
     assert arena.fill(ALL) == 7

@@ -140,24 +140,32 @@ class Ledger:
     # Requests. Each raises DriverError, then all is as it was but for residency; where a device has
     # not what is asked for, OutOfDeviceMemory.
 
-    def grow_kv(self, least_blocks: int, wanted_blocks: int) -> Change:
+    def grow_kv(
+        self, least_blocks: int, wanted_blocks: int, enough_blocks: int | None = None
+    ) -> Change:
         """Make room for `wanted_blocks` K/V blocks or for as many as can be, at least the least.
 
         Where the system has less than it said, experts give what is missing.
+
+        enough_blocks   for more than these experts give nothing; None: for all that are wanted
         """
+        asked = least_blocks, wanted_blocks, enough_blocks
         try:
-            return self._ask(
-                "grow_kv", lambda: requests.grow_kv(self._now(), least_blocks, wanted_blocks)
-            )
+            return self._ask("grow_kv", lambda: requests.grow_kv(self._now(), *asked))
         except OutOfDeviceMemory as error:
             if not error.code:  # nobody but the plan refused
                 raise
         return self._ask(
-            "grow_kv",
-            lambda: requests.grow_kv(
-                replace(self._now(), obtainable=0), least_blocks, wanted_blocks
-            ),
+            "grow_kv", lambda: requests.grow_kv(replace(self._now(), obtainable=0), *asked)
         )
+
+    def grow_kv_beside(self, wanted_blocks: int) -> Change:
+        """Make as much of the room for `wanted_blocks` K/V blocks as nobody has to give.
+
+        Work of the device may be running: no table names the new memory yet, and nothing is
+        unmapped, so nothing is waited for [7].
+        """
+        return self._ask("grow_kv", lambda: requests.grow_kv_beside(self._now(), wanted_blocks))
 
     def trim_kv(self, blocks: int) -> Change:
         """Keep room for `blocks` K/V blocks, and for all that are held; experts get the rest."""
@@ -448,6 +456,8 @@ class Ledger:
         size, held = self.plan.chunk_bytes, self.holdings()
         if wanted.kv < held.kv:
             self.kv.compact(wanted.kv * size // self.kv.layout.block_bytes)
+        if wanted.experts >= held.experts:
+            return  # nobody asks what experts are worth: that takes a millisecond
         moves = self.experts.moves_into(wanted.experts * size, self.heat())
         if moves:
             self.experts.make_way(moves)
