@@ -119,6 +119,21 @@ def test_experts_are_brought_in_in_the_order_given_while_their_size_has_slots(
     assert tables[1] is arena.expert_tier
 
 
+def test_who_was_used_or_ranked_comes_first_and_then_everybody_else(world: World) -> None:
+    arena = arena_of(world)
+    arena.use[2, 3], arena.use[0, 1] = 5, 9
+    arena.prior[1, 2] = 0.5
+    known = [(0, 1), (2, 3), (1, 2)]
+    assert arena.hottest(arena.heat()) == known + [who for who in ALL if who not in known]
+    heat = np.zeros(arena.use.shape)  # a policy's
+    heat[1, 2], heat[0, 0] = 1.0, 2.0
+    assert arena.hottest(heat)[:4] == [(1, 2), (0, 1), (2, 3), (0, 0)]
+    arena.fill(known)
+    assert arena.hottest(heat) == [who for who in ALL if who not in known]
+    assert arena.fill(arena.hottest(heat)) == 4  # a slot that is free is of no use
+    assert arena.resident == 7
+
+
 def test_slots_are_real_and_nobody_reads_the_host_for_what_is_in_one(world: World) -> None:
     arena = arena_of(world)
     arena.fill(ALL)
