@@ -37,11 +37,19 @@ def choose_moves(
     for size_class in range(len(layout.classes)):
         slots = np.flatnonzero(classes == size_class)
         first_lost = int(np.searchsorted(slots, kept))
-        cold, lost = slots[:first_lost], slots[first_lost:]
-        cold = cold[np.argsort(heats[cold], kind="stable")]
-        lost = lost[np.argsort(-heats[lost], kind="stable")]
-        pairs = min(len(cold), len(lost))
-        cold, lost = cold[:pairs], lost[:pairs]
+        pairs = min(first_lost, len(slots) - first_lost)
+        cold = _lowest(heats, slots[:first_lost], pairs)
+        lost = _lowest(-heats, slots[first_lost:], pairs)
         hotter = heats[lost] > heats[cold]  # for the first of them, and no more from then on
         moves.update(zip(lost[hotter].tolist(), cold[hotter].tolist(), strict=True))
     return moves
+
+
+def _lowest(
+    heats: npt.NDArray[np.float64], slots: npt.NDArray[np.int64], count: int
+) -> npt.NDArray[np.int64]:
+    """Return the `count` slots of the lowest heats, in order; of equal ones the first slots."""
+    if 0 < count < len(slots):  # mostly a few of thousands, which are not all sorted for that
+        highest = np.partition(heats[slots], count - 1)[count - 1]
+        slots = slots[heats[slots] <= highest]
+    return slots[np.argsort(heats[slots], kind="stable")][:count]
