@@ -183,7 +183,7 @@ class ExpertArena:
             heapq.heapify(slots)
         self._owner[targets], self._owner[sources] = numbers, NOBODY
         self._draining.update(sources.tolist())
-        self.addresses[self._places(numbers)] = self._base + self.layout.offsets(targets)
+        self.addresses[self._where(numbers)] = self._base + self.layout.offsets(targets)
         self._tell("move", numbers, targets)
 
     def reclaim(self) -> None:
@@ -251,7 +251,7 @@ class ExpertArena:
         if not len(slots):
             return
         numbers = self._owner[slots]
-        places = self._places(numbers)
+        places = self._where(numbers)
         self.addresses[places] = self._in_place[places]
         self.tiers[places] = Tier.IN_PLACE
         self._owner[slots] = NOBODY
@@ -302,14 +302,14 @@ class ExpertArena:
         layer, expert = divmod(int(self._owner[slot]), self.layout.experts)
         return layer, expert
 
-    def _places(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
+    def _where(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
         """Return where the tables have these experts: layers, and numbers in them."""
         return np.divmod(numbers, self.layout.experts)
 
     def _copy_in(self, numbers: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> None:
         """Begin to copy blobs to slots, which must still be free."""
         self._require_free(slots)
-        places = self._places(numbers)
+        places = self._where(numbers)
         sources, targets = self._in_place[places], self._base + self.layout.offsets(slots)
         copy, stream, sizes = self._driver.copy_async, self._stream, self.layout.blob_bytes
         of_each = zip(targets.tolist(), sources.tolist(), places[0].tolist(), strict=True)
@@ -330,7 +330,7 @@ class ExpertArena:
         """
         self._driver.stream_synchronize(self._stream)
         self._require_free(slots)
-        places, taken, free_before = self._places(numbers), set(slots.tolist()), self._free
+        places, taken, free_before = self._where(numbers), set(slots.tolist()), self._free
         free_after = [[slot for slot in free if slot not in taken] for free in free_before]
         for free in free_after:
             heapq.heapify(free)
