@@ -17,6 +17,7 @@ from device_world import SHAPE, opened, random_tokens, read, same_bits
 
 from strata_nb import Engine, Options, Sampling
 from strata_nb.cache.elastic import ElasticKV, GrowthRules
+from strata_nb.cache.experts import Tier
 from strata_nb.device_model import DeviceModel
 from strata_nb.errors import ConfigError, DeviceLost, DriverError, OutOfDeviceMemory
 from strata_nb.kernels.reference import Floats
@@ -317,6 +318,26 @@ def test_experts_give_little_at_a_time_while_somebody_waits_for_a_window(
     grown.elastic.before_prompt({sequence: 100})
     assert grown.blocks == 6
     grown.world.end()
+
+
+def test_what_experts_are_worth_is_foreseen_for_the_next_step_only(grown: Grown) -> None:
+    worth = np.arange(12.0).reshape(3, 4)
+    grown.ledger.heat = lambda: -worth
+    arena = grown.ledger.experts
+    grown.write(64)
+    grown.elastic.foresee(worth)
+    grown.elastic.when_idle()
+    grown.write(1)
+    gone = arena.expert_tier == Tier.IN_PLACE
+    assert gone[[0, 2]].ravel().tolist() == [True] * int(gone[[0, 2]].sum()) + [False] * int(
+        (~gone[[0, 2]]).sum()
+    )
+    grown.elastic.foresee(worth)
+    grown.elastic.when_idle()
+    grown.elastic.when_idle()
+    grown.write(64)
+    assert gone.sum() < np.count_nonzero(arena.expert_tier == Tier.IN_PLACE)
+    assert arena.expert_tier[2, 3] == Tier.IN_PLACE  # the coldest now
 
 
 def test_a_lost_device_is_an_error_wherever_it_is_lost(grown: Grown) -> None:

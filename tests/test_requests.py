@@ -192,6 +192,7 @@ def test_growth_beside_windows_waits_for_nothing_and_unmaps_nothing() -> None:
     sequence = write_cells(ledger, list(range(100)))
     experts = residents(ledger)
     calls = world.driver.faults.calls
+    ledger.heat = lambda: pytest.fail("a millisecond for nothing")
     with held_stream(world.driver):
         calls.clear()
         change = ledger.grow_kv_beside(4)

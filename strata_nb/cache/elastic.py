@@ -22,6 +22,7 @@ from strata_nb.cache.accounts import Change
 from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.kv_layout import BLOCK_CELLS, blocks_for
 from strata_nb.cache.plan import Plan
+from strata_nb.cache.policy import Heat
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory
 from strata_nb.interrupts import interrupts_later
 
@@ -67,6 +68,8 @@ class ElasticKV:
         self._step_blocks = max(1, blocks_for(rules.step_cells))
         self._stopped_at: int | None = None  # blocks behind which a growth found nothing
         self._stopped_beside: int | None = None  # the same, of what nobody has to give
+        self._steps = 0  # that have ended
+        self._foreseen: tuple[int, Heat] | None = None  # in the step behind so many
         self._idle_chunks_wanted = False
         self._unsaid: list[Change] = []
         self._failing: set[str] = set()  # what failed, and was said, since it last went well
@@ -100,11 +103,20 @@ class ElasticKV:
         needed = self._ledger.kv.blocks_wanted(cells)
         return self._is_ample(needed, needed + blocks_for(AHEAD_CELLS))
 
+    def foresee(self, heat: Heat) -> None:
+        """Take what experts are worth, for a growth before the next step and for no other.
+
+        Whoever asks while a step runs spares the next one to wait for the answer.
+        """
+        self._foreseen = self._steps, heat
+
     def when_idle(self) -> None:
         """Do one thing ahead of need: grow by what nobody gives, or get ready what that will map.
 
-        Windows may be in flight: what they use stays as it is, and nothing waits for them.
+        Call behind each step. Windows may be in flight: what they use stays as it is, and nothing
+        waits for them.
         """
+        self._steps += 1
         kv = self._ledger.kv
         usable = kv.usable_blocks
         if usable >= self._most_blocks:
@@ -175,8 +187,12 @@ class ElasticKV:
         least = min(needed, self._most_blocks)  # beyond the context, `extend` refuses
         few = usable + MOST_GIVEN_BYTES // self._ledger.kv.layout.block_bytes
         enough = None if a_prompt else max(ample, few)
+        heat = None
+        if self._foreseen is not None:
+            (steps, foreseen), self._foreseen = self._foreseen, None
+            heat = foreseen if steps + 1 == self._steps else None
         try:
-            change = self._ledger.grow_kv(max(least, usable), self._rounded(ample), enough)
+            change = self._ledger.grow_kv(max(least, usable), self._rounded(ample), enough, heat)
         except DeviceLost:
             raise
         except DriverError as error:
