@@ -391,6 +391,18 @@ def test_a_reserve_is_really_free_and_goes_back_to_experts(world: World) -> None
     world.check()
 
 
+def test_experts_that_nobody_ever_used_come_back_with_the_memory(world: World) -> None:
+    ledger = ledger_of(world)
+    ledger.experts.fill(np.ndindex(len(BLOBS), EXPERTS))
+    everybody = residents(ledger)
+    assert len(everybody) == len(BLOBS) * EXPERTS
+    ledger.experts.use[2, 3] = 1
+    ledger.set_reserve(9 * UNIT)
+    assert (2, 3) in residents(ledger) < everybody
+    assert ledger.set_reserve(UNIT).filled > 0
+    assert residents(ledger) == everybody
+
+
 def test_without_a_reserve_experts_get_all_that_the_device_has() -> None:
     world = World(chunks=30, kv_cells=128, kv_most_cells=640)
     ledger = world.open()
