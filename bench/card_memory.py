@@ -26,7 +26,7 @@ those before the 32nd token do not count. With a limit both have as many slots f
            the rest: measured in a round of its own, which does not count
   link     what one copy of pinned memory to the device reaches in the same run
 
-A profile ranks every expert, so that all come back: who was never used nor ranked stays away.
+A profile ranks every expert, so that slots are full from the start, also within a limit.
 Tokens written before, between and after must be the same.
 """
 
