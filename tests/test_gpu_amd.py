@@ -23,6 +23,8 @@ from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
 
+pytestmark = pytest.mark.usefixtures("garbage_later")
+
 T = TensorType
 Case = tuple[str, Any]  # a kernel of the table, a variant
 CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4

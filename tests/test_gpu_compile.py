@@ -22,6 +22,8 @@ from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
 
+pytestmark = pytest.mark.usefixtures("garbage_later")
+
 TARGETS = ("sm_75", "sm_90", "sm_120")
 OTHER_TARGETS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_100", "sm_103", "sm_121")
 KINDS = sorted(PACKED | UNPACKED)
