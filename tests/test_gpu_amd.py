@@ -23,6 +23,8 @@ from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
 
+pytestmark = pytest.mark.usefixtures("garbage_later")
+
 T = TensorType
 Case = tuple[str, Any]  # a kernel of the table, a variant
 CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
@@ -101,13 +103,12 @@ def lower(name: str, variant: Any) -> None:
     else:
         names = [one.name for one in KERNELS[name].arguments]
     sizes = {one: SIZES[one] for one in names if one in SIZES}
-    for rows in (1, 8):
-        for one in shaped_for_card(name, variant, rows=rows, **sizes):
-            lower_kernel(one.kernel, one.kinds)
+    made = [one for rows in (1, 8) for one in shaped_for_card(name, variant, rows=rows, **sizes)]
     if name == "kv_append":  # which a card launches together with what is before it
         rotation = {one: SIZES[one] for one in ("heads", "length", "planes")}
-        for one in card_launches((shaped("rope", **rotation), shaped(name, variant, **sizes)), 1):
-            lower_kernel(one.kernel, one.kinds)
+        made += card_launches((shaped("rope", **rotation), shaped(name, variant, **sizes)), 1)
+    for one in {one.kernel.name: one for one in made}.values():
+        lower_kernel(one.kernel, one.kinds)
 
 
 def lower_kernel(found: GpuKernel, kinds: Sequence[str]) -> None:

@@ -191,10 +191,3 @@ def test_a_part_of_a_layers_experts_alone_is_refused() -> None:
     for part in (layer[:1], layer[1:], layer[:4], [layer[0], *layer]):
         with pytest.raises(ValueError, match="together"):
             card_launches(tuple(part), 1)
-
-
-# -- as machine code -------------------------------------------------------------------------------
-
-
-def test_the_kernel_that_routes_compiles_without_doubles() -> None:
-    gpu_launches.check_code("route", experts=128, top_k=8)
