@@ -277,6 +277,9 @@ Options:
   -o FORMAT, --output FORMAT   md (default) or json
   --profile                    on a card: where the time of a token behind each test goes, kernel by
                                kernel
+  --force-routes FILE          token t of a text uses the experts of line t of FILE (int16 .npy
+                               (tokens, layers, top-k), as generate --routing-trace writes it), not
+                               the router's choice; their shares stay the router's
   --seed N                     of the token ids of prompts (default 0)
 {_DEVICE_OF_A_BENCH}
   --verbose                    say more about what is done, on stderr

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb import cpu, models
+from strata_nb.cache.routing import forced_routes
 from strata_nb.errors import ConfigError
 from strata_nb.gguf import GGUFFile
 from strata_nb.models.description import bytes_text
@@ -175,8 +176,13 @@ class Engine:
                 "depends on how a prompt is cut and on the number of threads",
                 hint="leave it out, or use another --device",
             )
+        judge = models.open_reference(file, self.description, progress=progress)
+        if options.force_routes is not None:
+            model = self.description
+            sizes = model.layers, model.experts, model.top_k
+            judge.forced = forced_routes(options.force_routes, *sizes, self.ctx_size)
         return ReferenceSteps(
-            models.open_reference(file, self.description, progress=progress),
+            judge,
             self.ctx_size,
             (options.cache_type_k or "f32", options.cache_type_v or "f32"),
             max(WINDOW_ROWS, self.prefill_rows),

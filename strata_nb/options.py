@@ -128,6 +128,8 @@ class Options:
                     start, and written at the end. No profile is read for None, but of the story
                     model its own; "none" reads none of any model
     routing_trace   file that gets the experts of every token
+    force_routes    such a file: token t of a text uses the experts of line t, or of t modulo their
+                    number, with the shares that the router gives them. For those who measure
     trace           file that gets every driver operation and what the ledger did (docs/trace.md),
                     of a device with memory of its own
     """
@@ -154,6 +156,7 @@ class Options:
     expert_profile: str | os.PathLike[str] | None = None
     expert_profile_save: str | os.PathLike[str] | None = None
     routing_trace: str | os.PathLike[str] | None = None
+    force_routes: str | os.PathLike[str] | None = None
     trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -198,6 +201,7 @@ class Options:
         _check_path("--expert-profile", self.expert_profile)
         _check_path("--expert-profile-save", self.expert_profile_save)
         _check_path("--routing-trace", self.routing_trace)
+        _check_path("--force-routes", self.force_routes)
         _check_path("--trace", self.trace)
         _check_cache_type("--cache-type-k", self.cache_type_k)
         _check_cache_type("--cache-type-v", self.cache_type_v)

@@ -45,6 +45,7 @@ FLAGS = {
     "expert_profile": "--expert-profile",
     "expert_profile_save": "--expert-profile-save",
     "routing_trace": "--routing-trace",
+    "force_routes": "--force-routes",
     "trace": "--trace",
 }
 
@@ -103,7 +104,13 @@ REFUSED_OPTIONS: list[tuple[str, Any]] = [
     ),
     *(
         (name, value)
-        for name in ("expert_profile", "expert_profile_save", "routing_trace", "trace")
+        for name in (
+            "expert_profile",
+            "expert_profile_save",
+            "routing_trace",
+            "force_routes",
+            "trace",
+        )
         for value in ("", 5)
     ),
     *(("ctx_size", value) for value in (0, -1, 2**31, 1.5, "2048", True)),
@@ -156,6 +163,7 @@ def test_options_leave_every_choice_to_the_engine() -> None:
         "expert_profile": None,
         "expert_profile_save": None,
         "routing_trace": None,
+        "force_routes": None,
         "trace": None,
     }
 

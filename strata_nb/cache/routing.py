@@ -74,6 +74,41 @@ def load_trace(path: str | os.PathLike[str]) -> npt.NDArray[np.int16]:
     return routes
 
 
+def forced_routes(
+    path: str | os.PathLike[str], layers: int, experts: int, top_k: int, context: int
+) -> npt.NDArray[np.int16]:
+    """Read routes for a model to take in place of its routers': int16 (layers, context, top_k).
+
+    A context of more tokens than the file has begins with the first one again. ConfigError for a
+    file that cannot be read or is of another model, FileFormatError for one that holds no routes.
+    """
+    flag = f"--force-routes {os.fspath(path)}"
+    fitting = f"--layers {layers} --experts {experts} --top-k {top_k}"
+    if not experts:
+        raise ConfigError(f"{flag}: this model has no experts", hint="leave it out")
+    try:
+        routes = load_trace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{flag}: {error.strerror}", hint="check the name and the permissions"
+        ) from None
+    if routes.shape[1:] != (layers, top_k):
+        raise ConfigError(
+            f"{flag}: {routes.shape[2]} experts in each of {routes.shape[1]} layers, where the "
+            f"model uses {top_k} in each of {layers}",
+            hint=f"tools/make_routes.py {fitting} makes routes for it",
+        )
+    if routes.max() >= experts:
+        token, layer, place = np.argwhere(routes >= experts)[0]
+        raise ConfigError(
+            f"{flag}: token {token}, layer {layer}: expert {routes[token, layer, place]}, where "
+            f"the model has {experts}",
+            hint=f"tools/make_routes.py {fitting} makes routes for it",
+        )
+    wanted = np.take(routes, np.arange(context) % len(routes), axis=0)
+    return np.ascontiguousarray(wanted.swapaxes(0, 1))
+
+
 def count_use(routes: npt.NDArray[np.integer], experts: int) -> npt.NDArray[np.int64]:
     """Return how often each expert was chosen: (layers, experts)."""
     layers = routes.shape[1]

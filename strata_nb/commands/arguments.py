@@ -244,6 +244,7 @@ def options_from(arguments: Arguments, model: str | None = None) -> Options:
             expert_profile=arguments.path("--expert-profile"),
             expert_profile_save=arguments.path("--expert-profile-save"),
             routing_trace=arguments.path("--routing-trace"),
+            force_routes=arguments.path("--force-routes"),
             trace=arguments.path("--trace"),
         ),
     )
