@@ -99,6 +99,8 @@ _DEVICE = """\
                                layers, top-k)
   --trace FILE                 write every driver call and what the ledger did to FILE, on a device
                                with memory of its own (host:1x512MiB, cuda): for `strata_nb inspect`
+  --no-overlap                 on a card: begin no kernel before the one in front of it has ended
+                               (slower, the same bits)
   --deterministic              the same bits whatever budget, batch and threads are (on the host
                                and on cards they always are the same, of the reference never)"""
 _CONTROL = """\

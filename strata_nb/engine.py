@@ -170,6 +170,8 @@ class Engine:
                     "counts no experts",
                     hint="leave it out, or use another --device",
                 )
+        if not options.overlap:
+            raise _nothing_overlaps(REFERENCE)
         if options.deterministic:
             raise ConfigError(
                 "--deterministic: the products of the reference device are numpy's, whose rounding "
@@ -220,6 +222,10 @@ class Engine:
         else:
             backend = open_backend(self.device, self.threads, record)
         resources.callback(backend.close)
+        if not options.overlap:
+            if not backend.overlaps:
+                raise _nothing_overlaps(self.device)
+            backend.overlaps = False
         self.warnings += backend.warnings
         most_rows = max(WINDOW_ROWS, self.prefill_rows)
         if backend.most_rows is not None and most_rows > backend.most_rows:
@@ -445,6 +451,13 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _nothing_overlaps(device: str) -> ConfigError:
+    return ConfigError(
+        f"--no-overlap: the device {device} begins no kernel before another has ended",
+        hint="leave it out, or use a card: --device cuda",
+    )
 
 
 def _not_traced(path: str | os.PathLike[str], device: str) -> ConfigError:

@@ -119,6 +119,8 @@ class Options:
     kv_grow_step    cells that it grows by; None: an eighth of the context, 64 to 8,192
     deterministic   a row's bits depend on its own tokens alone: not on how a prompt is cut, on the
                     number of threads, or on which experts are resident. Host and cards always do so
+    overlap         whether a card begins a kernel while the one in front of it ends, if it can; the
+                    bits are the same
     adapt           how the experts in slots follow the text: "insert" (a miss comes when it is more
                     likely to be used than who leaves), "swap" (the most used exchange with the
                     least used at times), "off" (who came first stays)
@@ -149,6 +151,7 @@ class Options:
     kv_grow_init: int | None = None
     kv_grow_step: int | None = None
     deterministic: bool = False
+    overlap: bool = True
     adapt: str = "insert"
     adapt_every: int | None = None
     adapt_swaps: int | None = None
@@ -194,6 +197,7 @@ class Options:
         for flag, value in (
             ("--deterministic", self.deterministic),
             ("--vram-elastic", self.vram_elastic),
+            ("--no-overlap", self.overlap),
         ):
             if not isinstance(value, bool):
                 raise _refuse(flag, value, "as True or False")
