@@ -275,6 +275,10 @@ Options:
   -p LIST, --n-prompt LIST     tokens of prompts (default 512)
   -n LIST, --n-gen LIST        tokens to write (default 128)
   -d LIST, --n-depth LIST      tokens that are there before (default 0)
+  --cold N                     also the first N tokens of a text that begins with empty slots
+                               ("tg64 cold"), on a device that has slots
+  --steady N                   also what -n says behind the first N tokens of such a text ("tg128
+                               steady"; 256, say)
   -r N, --repetitions N        runs of each test that count, after one that does not (default 5)
   -o FORMAT, --output FORMAT   md (default) or json
   --profile                    on a card: where the time of a token behind each test goes, kernel by

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -42,6 +43,7 @@ from strata_nb.errors import ConfigError, DeviceLost
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
+from strata_nb.link_rate import link_rate
 from strata_nb.loading_pieces import LoadProgress
 from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPlaces, KVPlaces, Places, Programs
@@ -447,6 +449,12 @@ class DeviceModel:
             self._settle()
             return self._backend.plain_read()
 
+    def link_rate(self) -> PlainRead:
+        """Measure how fast pinned memory is copied to the device; StrataError where it cannot."""
+        with self._turn:
+            self._settle()
+            return link_rate(self._backend.driver, self._backend.device)
+
     def profile(self, cells: int) -> WindowProfile:
         """Measure where the time of the last step goes, whose one row sees so many cells.
 
@@ -486,8 +494,18 @@ class DeviceModel:
             owners,
         )
         hits, misses = self.arena.tally.tolist()
-        moved = self._residency
-        return ModelReport((device,), hits, misses, moved.inserted, moved.inserted_bytes)
+        moved, missed_bytes = self._residency, 0
+        if self._backend.has_slots and misses:
+            missed_bytes = round(misses * fmean(self.arena.layout.blob_bytes))
+        return ModelReport(
+            (device,),
+            hits,
+            misses,
+            moved.inserted,
+            moved.inserted_bytes,
+            missed_bytes,
+            missed_bytes + moved.inserted_bytes,
+        )
 
     def look(self) -> Look:
         """Look at the device's chunks as they are now."""
@@ -513,6 +531,12 @@ class DeviceModel:
                     self._elastic.reconsider()
             (device,) = self._report().devices
             return Reserved(change, self.ledger.reserve_bytes, device)
+
+    def empty_slots(self) -> None:
+        """Let every expert leave its slot, and policies forget what was used."""
+        with self._turn:
+            self._settle()
+            self._residency.forget()
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""

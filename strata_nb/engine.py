@@ -52,7 +52,10 @@ class Report:
     slots, resident   expert slots of all devices, and how many hold an expert
     hit_rate          share of the choices of experts that found a slot; None before the first
                       choice, and where there are no slots
+    hits, misses      of these choices, also where there are no slots: then all are misses
     inserted, inserted_bytes   experts that were copied to slots since the start, and their bytes
+    missed_bytes      of the experts that misses read; where they differ in size, by their mean
+    link_bytes        that devices took from host memory for experts: by misses, and by copies
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the devices' memory
     """
@@ -61,8 +64,12 @@ class Report:
     slots: int
     resident: int
     hit_rate: float | None
+    hits: int
+    misses: int
     inserted: int
     inserted_bytes: int
+    missed_bytes: int
+    link_bytes: int
     kv_cells: int
     bytes_by_owner: dict[str, int]
 
@@ -304,8 +311,12 @@ class Engine:
             slots,
             sum(device.resident for device in report.devices),
             report.hits / choices if choices and slots else None,
+            report.hits,
+            report.misses,
             report.inserted,
             report.inserted_bytes,
+            report.missed_bytes,
+            report.link_bytes,
             sum(device.kv_cells for device in report.devices),
             owners,
         )
@@ -360,6 +371,17 @@ class Engine:
     def plain_read(self) -> PlainRead:
         """Measure how fast the device's memory can be read; StrataError where that cannot be."""
         return self._device().plain_read()
+
+    def link_rate(self) -> PlainRead:
+        """Measure how fast pinned memory is copied to the device; StrataError where it cannot."""
+        return self._device().link_rate()
+
+    def empty_slots(self) -> None:
+        """Let every expert leave its slot, and policies forget what was used.
+
+        As after a start without a profile: for those who measure how experts come.
+        """
+        self._device().empty_slots()
 
     def profile(self, cells: int) -> WindowProfile:
         """Measure, kernel by kernel, the last step, which read one token and gave its logits.
