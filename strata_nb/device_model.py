@@ -533,9 +533,11 @@ class DeviceModel:
             return Reserved(change, self.ledger.reserve_bytes, device)
 
     def empty_slots(self) -> None:
-        """Let every expert leave its slot, and policies forget what was used."""
+        """Let every expert leave its slot, and forget the profile and what was used so far."""
         with self._turn:
             self._settle()
+            self._counts.use[:] = 0
+            self.arena.prior[:] = 0
             self._residency.forget()
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:

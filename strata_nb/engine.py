@@ -377,9 +377,9 @@ class Engine:
         return self._device().link_rate()
 
     def empty_slots(self) -> None:
-        """Let every expert leave its slot, and policies forget what was used.
+        """Let every expert leave its slot, and forget the profile and what was used so far.
 
-        As after a start without a profile: for those who measure how experts come.
+        For those who measure how experts come. A profile that is saved counts from here on.
         """
         self._device().empty_slots()
 
