@@ -12,10 +12,11 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 24, 48, 56
 RATES = [step * 10**power for power in range(5) for step in (1, 2, 5)]  # that an axis may name
 MARKS = {"hits": "#1f77b4", "steady": "#2ca02c", "cold": "#d62728"}
 LEGEND = {
-    "hits": "experts stay where they are",
-    "steady": "experts follow the routes, steady",
-    "cold": "the first tokens, from empty slots",
+    "hits": "who has a slot stays",
+    "steady": "experts follow: steady",
+    "cold": "the first tokens: cold",
 }
+LEGEND_AT = (248, 400, 560)  # where each of them begins
 
 
 def picture(
@@ -62,12 +63,14 @@ def picture(
             f'<circle cx="{x(hit_rate):.1f}" cy="{y(rate):.1f}" r="4" '
             f'fill="{MARKS[row["phase"]]}"><title>{escape(name)}</title></circle>'
         )
+        if row["phase"] != "hits":
+            label = f"{row['percent']}%"
+            parts.append(_text(x(hit_rate), y(rate) - 8, label, anchor="middle", size=10))
     parts.append(_line(LEFT, HEIGHT - 14, LEFT + 24, HEIGHT - 14, "#555", dash="6 4"))
     parts.append(_text(LEFT + 30, HEIGHT - 10, "what the link allows"))
-    for number, (phase, text) in enumerate(LEGEND.items()):
-        place = LEFT + 168 + (0, 176, 372)[number]
+    for (phase, text), place in zip(LEGEND.items(), LEGEND_AT, strict=True):
         parts.append(f'<circle cx="{place}" cy="{HEIGHT - 14}" r="4" fill="{MARKS[phase]}"/>')
-        parts.append(_text(place + 8, HEIGHT - 10, text, size=10))
+        parts.append(_text(place + 8, HEIGHT - 10, text))
     return "\n".join([*parts, "</svg>", ""])
 
 
