@@ -17,6 +17,8 @@ from strata_nb.whole_files import whole_file
 
 MOST_EXPERTS = 1 << 15  # of a layer, that int16 can name
 
+_WRITERS = "generate --routing-trace FILE writes routes of text, tools/make_routes.py makes some"
+
 
 class RoutingTrace:
     """Collect the routes of a model; a token uses `top_k` of the experts of each layer."""
@@ -57,19 +59,27 @@ def load_trace(path: str | os.PathLike[str]) -> npt.NDArray[np.int16]:
         # Mapped, the file must hold what it promises: no memory is asked for on its word.
         mapped = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, OverflowError) as error:
-        raise FileFormatError(path, 0, f"no numpy array: {error}") from None
+        raise FileFormatError(path, 0, f"no numpy array: {error}", hint=_WRITERS) from None
     if mapped.dtype != np.int16 or mapped.ndim != 3:
         found = f"{mapped.dtype} {mapped.shape}"
-        raise FileFormatError(path, 0, f"{found}, a routing trace is int16 (tokens, layers, top-k)")
+        raise FileFormatError(
+            path, 0, f"{found}, a routing trace is int16 (tokens, layers, top-k)", hint=_WRITERS
+        )
     routes = np.array(mapped)
     if not routes.size:
-        raise FileFormatError(path, 0, f"a routing trace of no choices: {routes.shape}")
+        raise FileFormatError(
+            path, 0, f"a routing trace of no choices: {routes.shape}", hint=_WRITERS
+        )
     order = np.sort(routes, axis=2)
     if order.min() < 0 or np.any(order[..., 1:] == order[..., :-1]):
         wrong = (order[..., 0] < 0) | np.any(order[..., 1:] == order[..., :-1], axis=2)
         token, layer = np.argwhere(wrong)[0]
         raise FileFormatError(
-            path, None, f"token {token}, layer {layer}: experts {routes[token, layer].tolist()}"
+            path,
+            None,
+            f"token {token}, layer {layer}: experts {routes[token, layer].tolist()}, which must be "
+            "different numbers from 0",
+            hint=_WRITERS,
         )
     return routes
 
