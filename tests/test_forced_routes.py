@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from strata_nb import Engine, Options, Sampling
 from strata_nb.cache.routing import forced_routes
 from strata_nb.errors import ConfigError, FileFormatError
+from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.reference import Floats
 
 LINES = 20  # of the trace; texts are longer
@@ -60,6 +61,25 @@ def test_a_device_takes_the_routes_of_the_file_and_comes_near_the_judge_with_the
     assert same_bits(whole, one_by_one)
     expected, free = judged(path, file), judged(path, None)
     assert np.abs(whole[-1] - expected).max() < 0.1 * np.abs(expected - free).max()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_whatever_a_card_launches_to_choose_experts_is_given_the_routes(
+    path: Path, trace: tuple[Path, Routes], rows: int
+) -> None:
+    for file, layer_bytes in ((None, 0), (trace[0], 64 * SHAPE.top_k * 2)):
+        with opened(path, ctx=64, rows=8, force_routes=file) as model:
+            body = model._programs.body
+            given = [
+                (one.arguments["forced"], one.arguments["positions"])
+                for one in card_launches(body, rows)
+                if "renormalise" in one.arguments
+            ]
+            (first, positions), record = given[0], model._programs.record
+        assert positions == record.positions
+        assert bool(first) is bool(file)
+        layers = range(SHAPE.layers)
+        assert given == [(first + layer_bytes * layer, positions) for layer in layers]
 
 
 def test_a_text_takes_the_routes_again_that_it_took_before_it_was_rewound(
