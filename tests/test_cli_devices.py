@@ -354,3 +354,14 @@ def left_over(before: set[str]) -> set[str]:
             break
         time.sleep(0.1)
     return found
+
+
+@pytest.mark.parametrize("device", ["host", "reference"])
+def test_a_device_whose_kernels_never_overlap_says_so(
+    run: Console, model: str, device: str
+) -> None:
+    status, _, err = run(
+        "generate", "-m", model, "hello", *GREEDY, "--device", device, "--no-overlap"
+    )
+    assert status == 2
+    assert err.startswith(f"strata_nb: --no-overlap: the device {device} begins no kernel before")

@@ -45,6 +45,8 @@ class ExpertPlaces(NamedTuple):
 
     addresses, tier, use   of int64, uint8 and int64 (experts,)
     tally                  of int64 (2,): hits and misses, of all layers
+    forced                 of int16 (context, top_k): the experts that each position uses, whatever
+                           the router says; 0: what it says
     parts                  by the names of `EXPERT_PARTS`
     """
 
@@ -52,6 +54,7 @@ class ExpertPlaces(NamedTuple):
     tier: int
     use: int
     tally: int
+    forced: int
     parts: Mapping[str, ExpertPart]
 
 

@@ -54,8 +54,8 @@ def _kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> Card
 
 CARD_KERNELS = {
     "route": _kernel(
-        "*rows *logits *tier *addresses *use *tally *chosen *shares *blobs experts top_k "
-        "renormalise",
+        "*rows *logits *positions *forced *tier *addresses *use *tally *chosen *shares *blobs "
+        "experts top_k renormalise",
         lambda _, given: route_kernel(given["experts"], given["top_k"]),
     ),
     "expert_gate_up": _kernel(
