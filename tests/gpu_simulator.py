@@ -310,6 +310,17 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
                 memory.check(place, 16, "load")  # old bytes do no harm: nothing reads them
 
         return prefetch
+    if name == "arrive":
+        load, store = (_access(f"{word}_i32", own, memory) for word in ("load", "store"))
+
+        def arrive(place: int, last: int) -> int:
+            found: int = load(place)
+            if not 0 <= found <= last:
+                raise KernelFault(f"{found} of {last} others arrived: the word was not 0")
+            store(place, 0 if found == last else found + 1)
+            return found
+
+        return arrive
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
     if name == "mma_16x8x8":

@@ -104,6 +104,11 @@ def lower(name: str, variant: Any) -> None:
     for rows in (1, 8):
         for one in shaped_for_card(name, variant, rows=rows, **sizes):
             lower_kernel(one.kernel, one.kinds)
+    if (name, variant) == ("linear", T.Q4_K):  # and the norm of the row that it finishes
+        norm = shaped("rms_norm", parts=1, width=SIZES["width"])
+        one = shaped(name, variant, values=SIZES["values"], outputs=SIZES["width"], add=1)
+        for found in card_launches((one, norm), 1):
+            lower_kernel(found.kernel, found.kinds)
     if name == "kv_append":  # which a card launches together with what is before it
         rotation = {one: SIZES[one] for one in ("heads", "length", "planes")}
         for one in card_launches((shaped("rope", **rotation), shaped(name, variant, **sizes)), 1):

@@ -16,7 +16,9 @@ from gpu_launches import shaped, shaped_for_card
 from strata_nb.formats import CACHE_TYPES
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels.gpu import compile as gpu_compile
+from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS
+from strata_nb.kernels.gpu.last_norm import with_last_norms
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
@@ -54,6 +56,20 @@ TOGETHER = [
     for values in (512, 2048, 8192)
 ]
 
+
+def _normed(kinds: Sequence[T]) -> Iterator[CardLaunch]:
+    """Yield products that finish a row together with its norm, as a card launches them."""
+    for kind, width in product(kinds, (512, 2048, 4096)):
+        norm = shaped("rms_norm", parts=1, width=width)
+        for values in LENGTHS_OF_PRODUCTS:
+            one = shaped("linear", kind, values=values, outputs=width, add=1)
+            yield from card_launches((one, norm), 1)
+        down = shaped_for_card("expert_down", kind, values=768, outputs=width, top_k=8)
+        for made in with_last_norms([*down, norm]):
+            assert isinstance(made, CardLaunch)
+            yield made
+
+
 Kernels = dict[str, tuple[GpuKernel, Sequence[str]]]
 
 
@@ -74,9 +90,9 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
                 rope = shaped("rope", length=values["key_length"])
                 for made in card_launches((rope, shaped(name, variant, **values)), 1):
                     found[made.kernel.name] = made.kernel, made.kinds
-    for program in TOGETHER:
-        for made in card_launches(program, 1):
-            found[made.kernel.name] = made.kernel, made.kinds
+    together = (made for program in TOGETHER for made in card_launches(program, 1))
+    for made in (*together, *_normed(sorted(PACKED) if lengths else OF_ALL_LENGTHS)):
+        found[made.kernel.name] = made.kernel, made.kinds
     return found
 
 
