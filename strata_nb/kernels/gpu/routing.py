@@ -59,6 +59,11 @@ _MOST = _RAISED + 4 * _MOST_CHOICES
 _LOGITS = _MOST + 16
 
 
+def route_bytes(threads: int) -> int:
+    """Return how much shared memory `route_row` has for a block of so many threads, from 0 on."""
+    return _LOGITS + 4 * threads
+
+
 def _before(own: Any, logit: Any, last: Any) -> Any:
     """Return how many experts come before one's own; `last` is behind those of the last warp.
 
@@ -129,31 +134,38 @@ def _sum_of_chosen(top_k: Any) -> Any:
     return total
 
 
-def _route(
-    rows: int,
-    logits: int,
-    positions: int,
-    forced: int,
-    tier: int,
-    addresses: int,
-    use: int,
-    tally: int,
-    chosen: int,
-    shares: int,
-    blobs: int,
-    experts: int,
-    top_k: int,
-    renormalise: int,
+def expert_of(thread: Any, experts: Any, addresses: Any, tier: Any) -> Any:
+    """Return where the expert of a thread is, as a word of `blobs`; 0 where there is none.
+
+    It is written between steps, so whoever looks it up need not wait for the launch before.
+    """
+    if thread >= experts:
+        return i64(0)
+    blob = load_i64(addresses + 8 * thread)
+    return blob + (IN_HOST_MEMORY if fetch_u8(tier + thread) != 0 else 0)
+
+
+def route_row(
+    row: Any,
+    blob: Any,
+    logits: Any,
+    positions: Any,
+    forced: Any,
+    use: Any,
+    tally: Any,
+    chosen: Any,
+    shares: Any,
+    blobs: Any,
+    experts: Any,
+    top_k: Any,
+    renormalise: Any,
 ) -> None:
-    row, thread, lowest = i64(block_x()), i64(thread_index()), f32(-_INFINITY)
-    is_expert = thread < experts
-    count = load_i64(rows)
-    # Written between steps, so it need not wait for the launch before.
-    blob = load_i64(addresses + 8 * thread) if is_expert else i64(0)
-    is_miss = i64(fetch_u8(tier + thread)) != 0 if is_expert else False
-    await_previous()
-    if row >= count:
-        return
+    """Choose the experts of a row, in a block of at least as many threads.
+
+    blob   a thread's, from `expert_of`
+    """
+    thread, lowest = i64(thread_index()), f32(-_INFINITY)
+    is_expert, is_miss = thread < experts, blob & IN_HOST_MEMORY
     logit = load_f32(logits + 4 * (experts * row + thread)) if is_expert else lowest
     ranked = logit if logit >= lowest else lowest  # NaN
     shared_store_f32(_LOGITS + 4 * thread, ranked)
@@ -172,10 +184,10 @@ def _route(
         place = _place_by_number(i32(thread), top_k)
         choice = top_k * row + place
         store_i64(chosen + 8 * choice, thread)
-        store_i64(blobs + 8 * choice, blob + (IN_HOST_MEMORY if is_miss else 0))
+        store_i64(blobs + 8 * choice, blob)
         shared_store_f32(_RAISED + 4 * place, raised)
         add_i64(use + 8 * thread, i64(1))
-        add_i64(tally + (8 if is_miss else 0), i64(1))
+        add_i64(tally + 8 * is_miss, i64(1))
     total = block_sum(raised, thread, experts + WARP - 1 >> 5)
     if is_chosen:
         share = raised / total
@@ -184,13 +196,50 @@ def _route(
         store_f32(shares + 4 * (top_k * row + place), share)
 
 
+def _route(
+    rows: int,
+    logits: int,
+    positions: int,
+    forced: int,
+    tier: int,
+    addresses: int,
+    use: int,
+    tally: int,
+    chosen: int,
+    shares: int,
+    blobs: int,
+    experts: int,
+    top_k: int,
+    renormalise: int,
+) -> None:
+    row, count = i64(block_x()), load_i64(rows)
+    blob = expert_of(i64(thread_index()), experts, addresses, tier)
+    await_previous()
+    if row < count:
+        route_row(
+            row,
+            blob,
+            logits,
+            positions,
+            forced,
+            use,
+            tally,
+            chosen,
+            shares,
+            blobs,
+            experts,
+            top_k,
+            renormalise,
+        )
+
+
 def _grid(_: Arguments, most_rows: int) -> Grid:
     return most_rows, 1, 1
 
 
 @cache
 def _of_threads(threads: int) -> GpuKernel:
-    shared_bytes = _LOGITS + 4 * threads
+    shared_bytes = route_bytes(threads)
     return GpuKernel(f"route_{threads}", _route, threads, _grid, lambda _: shared_bytes)
 
 
