@@ -45,6 +45,7 @@ from strata_nb.kernels.gpu.products import (
     group_products,
     row_bytes_of,
 )
+from strata_nb.kernels.gpu.tables import table_bytes, table_filler
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, UNPACKED
 
@@ -75,7 +76,9 @@ def _packed(kind: TensorType, warps: int) -> GpuKernel:
 
     A block reads its group once, and its rows once.
     """
-    product, products = group_product(kind), group_products(kind)
+    table = 4 * WARP * warps  # behind the sums of each warp
+    product, products = group_product(kind, table), group_products(kind, table)
+    fill = table_filler(kind, table, WARP * warps)
     bytes_of_row = row_bytes_of(kind)
 
     def linear(
@@ -86,6 +89,7 @@ def _packed(kind: TensorType, warps: int) -> GpuKernel:
         if rows_here <= 0:
             return
         thread = i64(thread_index())
+        fill(thread)
         warp, lane = thread >> 5, thread & WARP - 1
         sub_blocks, rows_in_group = values >> 5, min(outputs - first, GROUP_ROWS)
         group = weight + first * bytes_of_row(sub_blocks)
@@ -115,7 +119,7 @@ def _packed(kind: TensorType, warps: int) -> GpuKernel:
         return outputs_grid(blocks_of(most_rows, ROWS_AT_ONCE), arguments["outputs"], GROUP_ROWS)
 
     name = f"linear_{warps}_{kind.name.lower()}"
-    shared_bytes = 4 * WARP * warps  # the sums of each warp
+    shared_bytes = table + table_bytes(kind)
     return GpuKernel(
         name, linear, WARP * warps, grid, lambda _: shared_bytes, reads=weights_read(kind)
     )

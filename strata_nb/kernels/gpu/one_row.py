@@ -11,7 +11,7 @@ registers, of longer rows the rest into the card's cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -49,6 +49,7 @@ from strata_nb.kernels.gpu.products import (
     row_sum,
     sub_block_dot,
 )
+from strata_nb.kernels.gpu.tables import table_bytes, table_filler
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
 MOST_WEIGHTS = 3
@@ -69,15 +70,14 @@ def warps_of(values: int) -> int:
 def _group_of(kind: TensorType, warps: int, is_whole: bool) -> Function:
     """Return a function (rows, x, weight, bias, y, values, outputs, add, number): one group.
 
-    is_whole   a lane's sub-blocks are exactly those that it holds: nothing has to be decided, and
-               all loads of the row are on their way at once
+    is_whole   all groups have eight rows, and a lane's sub-blocks are exactly those that it holds:
+               nothing has to be decided, and all loads of the row are on their way at once
     """
-    decode, dot, bytes_of_row = (
-        decoder_of(kind).decode,
-        sub_block_dot(kind),
-        row_bytes_of(kind),
-    )
+    read, unpack = decoder_of(kind).read, decoder_of(kind).unpack
+    dot, bytes_of_row = sub_block_dot(kind), row_bytes_of(kind)
     step = WARP_SUB_BLOCKS * warps  # sub-blocks that a block takes at a time
+    whole, table = _HELD * step, _sums_bytes(warps)
+    fill = table_filler(kind, table, WARP * warps)
 
     def group_of(
         rows: int,
@@ -90,21 +90,28 @@ def _group_of(kind: TensorType, warps: int, is_whole: bool) -> Function:
         add: int,
         number: int,
     ) -> None:
-        thread, first, sub_blocks = i64(thread_index()), GROUP_ROWS * number, values >> 5
+        thread, first = i64(thread_index()), GROUP_ROWS * number
+        sub_blocks = whole if is_whole else values >> 5
         warp, lane = thread >> 5, thread & WARP - 1
-        rows_in_group = min(outputs - first, GROUP_ROWS)
+        rows_in_group = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
         group = weight + first * bytes_of_row(sub_blocks)
-        row = min(lane & GROUP_ROWS - 1, rows_in_group - 1)
+        row = lane & GROUP_ROWS - 1 if is_whole else min(lane & GROUP_ROWS - 1, rows_in_group - 1)
         s, last = WARP_SUB_BLOCKS * warp + (lane >> 3), sub_blocks - 1
         if not is_whole and thread == 0 and sub_blocks > _HELD * step:
             size: int = i32(rows_in_group * bytes_of_row(sub_blocks) & -16)
             prefetch(group & -16, size)
-        a = decode(group, rows_in_group, row, sub_blocks, min(s, last))
-        b = decode(group, rows_in_group, row, sub_blocks, min(s + step, last))
-        c = decode(group, rows_in_group, row, sub_blocks, min(s + 2 * step, last))
-        d = decode(group, rows_in_group, row, sub_blocks, min(s + 3 * step, last))
+        t, u, v = s + step, s + 2 * step, s + 3 * step
+        if not is_whole:  # what is not there repeats the last
+            t, u, v = min(t, last), min(u, last), min(v, last)
+        ones = read(group, rows_in_group, row, sub_blocks, s if is_whole else min(s, last))
+        others = read(group, rows_in_group, row, sub_blocks, t)
+        thirds = read(group, rows_in_group, row, sub_blocks, u)
+        fourths = read(group, rows_in_group, row, sub_blocks, v)
         output = first + min(thread, rows_in_group - 1)
         before = fetch_f32(bias + 4 * output) if bias != 0 else f32(0.0)
+        fill(thread)
+        a, b = unpack(ones, table), unpack(others, table)
+        c, d = unpack(thirds, table), unpack(fourths, table)
         hold(i32(a[0] ^ b[0] ^ c[0] ^ d[0]))
         await_previous()
         place = y + 4 * output
@@ -120,11 +127,11 @@ def _group_of(kind: TensorType, warps: int, is_whole: bool) -> Function:
         total = dot(total, d, x, sub_blocks, s) if is_whole or s < sub_blocks else total
         s += step
         while not is_whole and s < sub_blocks:
-            a = decode(group, rows_in_group, row, sub_blocks, s)
-            b = decode(group, rows_in_group, row, sub_blocks, min(s + step, last))
-            total = dot(total, a, x, sub_blocks, s)
+            ones = read(group, rows_in_group, row, sub_blocks, s)
+            others = read(group, rows_in_group, row, sub_blocks, min(s + step, last))
+            total = dot(total, unpack(ones, table), x, sub_blocks, s)
             s += step
-            total = dot(total, b, x, sub_blocks, s) if s < sub_blocks else total
+            total = dot(total, unpack(others, table), x, sub_blocks, s) if s < sub_blocks else total
             s += step
         total = row_sum(total)
         if lane < GROUP_ROWS:
@@ -142,6 +149,11 @@ def _group_of(kind: TensorType, warps: int, is_whole: bool) -> Function:
             store_f32(place, total)
 
     return group_of
+
+
+def _sums_bytes(warps: int) -> int:
+    """Return how many bytes of shared memory the sums of the warps take; a table follows them."""
+    return 4 * GROUP_ROWS * warps
 
 
 def _groups(arguments: Arguments, suffix: str) -> int:
@@ -163,15 +175,18 @@ def _reads(kinds: tuple[TensorType, ...]) -> Callable[[Arguments, int], int]:
     return reads
 
 
-def one_row_kernel(kinds: tuple[TensorType, ...], values: int) -> GpuKernel:
+def one_row_kernel(kinds: tuple[TensorType, ...], values: int, outputs: Sequence[int]) -> GpuKernel:
     """Return the kernel for one to three packed weights of these types, and rows of so many values.
+
+    outputs   of each weight
 
     Its arguments are rows, x, values, add, and for each weight weight, bias, y and outputs, the
     second's and third's with a number behind the name: as in `linear` of the table. A block for
     eight outputs. Reads each weight once, and the row, 1.5 bytes a value, once for each block.
     """
     warps = warps_of(values)
-    return _of_warps(kinds, warps, values == _HELD * WARP_SUB_BLOCKS * SUB_BLOCK * warps)
+    is_held = values == _HELD * WARP_SUB_BLOCKS * SUB_BLOCK * warps
+    return _of_warps(kinds, warps, is_held and all(count % GROUP_ROWS == 0 for count in outputs))
 
 
 @cache
@@ -267,7 +282,7 @@ def _of_warps(kinds: tuple[TensorType, ...], warps: int, is_whole: bool) -> GpuK
     function: Any = (one, two, three)[len(kinds) - 1]
     form = f"{warps}w" if is_whole else f"{warps}"
     name = "_".join(["one_row", form, *(kind.name.lower() for kind in kinds)])
-    shared_bytes = 4 * GROUP_ROWS * warps
+    shared_bytes = _sums_bytes(warps) + max(map(table_bytes, types))
     # Small blocks all have room at once; a single warp needs more for the grid types.
     registers = 104 if warps == 1 else 96 if warps <= 4 else MOST_REGISTERS
     return GpuKernel(

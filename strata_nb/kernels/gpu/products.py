@@ -64,10 +64,11 @@ def row_bytes_of(kind: TensorType) -> Function:
 def sub_block_dot(kind: TensorType) -> Function:
     """Return a device function that adds the product of one sub-block to a sum.
 
-    dot(total, decoded, x, sub_blocks, s) -> float; decoded is what `Decoder.decode` returned for
+    dot(total, decoded, x, sub_blocks, s) -> float; decoded is what `Decoder.unpack` returned for
     sub-block s, x is the address of a quantised row of so many sub-blocks.
     """
-    _, offset, halves, minima = decoder_of(kind)
+    decoder = decoder_of(kind)
+    offset, halves, minima = decoder.offset, decoder.halves, decoder.minima
 
     def dot(total: Any, decoded: Any, x: int, sub_blocks: int, s: int) -> Any:
         a, b, c, d, e, f, g, h, scale, upper_scale, minimum, upper_minimum = decoded
@@ -92,22 +93,6 @@ def sub_block_dot(kind: TensorType) -> Function:
     return dot
 
 
-@cache
-def sub_block_product(kind: TensorType) -> Function:
-    """Return a device function: `sub_block_dot` with what it decodes itself.
-
-    add(total, group, rows_in_group, row, x, sub_blocks, s) -> float
-    """
-    decode, dot = decoder_of(kind).decode, sub_block_dot(kind)
-
-    def add(
-        total: Any, group: int, rows_in_group: int, row: int, x: int, sub_blocks: int, s: int
-    ) -> Any:
-        return dot(total, decode(group, rows_in_group, row, sub_blocks, s), x, sub_blocks, s)
-
-    return add
-
-
 def row_sum(x: Any) -> Any:
     """Return the sum over the four lanes that have the same row of a group."""
     x += shuffle_xor_f32(x, 8)
@@ -115,15 +100,17 @@ def row_sum(x: Any) -> Any:
 
 
 @cache
-def group_product(kind: TensorType) -> Function:
+def group_product(kind: TensorType, table: int) -> Function:
     """Return a device function: products of a quantised row with a group, or a part of their sums.
 
     product(group, rows_in_group, x, sub_blocks, part, parts) -> float
 
+    table   where the type's is in shared memory, if it has one
+
     A whole warp calls it. Lane l gets the product with row l % 8 of the group (rows that a last
     group lacks repeat its last), summed over the sub-blocks 4 * (part + n * parts) .. + 3.
     """
-    decode, dot = decoder_of(kind).decode, sub_block_dot(kind)
+    read, unpack, dot = decoder_of(kind).read, decoder_of(kind).unpack, sub_block_dot(kind)
 
     def product(
         group: int, rows_in_group: int, x: int, sub_blocks: int, part: int, parts: int
@@ -133,30 +120,31 @@ def group_product(kind: TensorType) -> Function:
         s, step = WARP_SUB_BLOCKS * part + (lane >> 3), WARP_SUB_BLOCKS * parts
         total = f32(0.0)
         while s + step < sub_blocks:
-            ones = decode(group, rows_in_group, row, sub_blocks, s)
-            others = decode(group, rows_in_group, row, sub_blocks, s + step)
-            total = dot(total, ones, x, sub_blocks, s)
-            total = dot(total, others, x, sub_blocks, s + step)
+            ones = read(group, rows_in_group, row, sub_blocks, s)
+            others = read(group, rows_in_group, row, sub_blocks, s + step)
+            total = dot(total, unpack(ones, table), x, sub_blocks, s)
+            total = dot(total, unpack(others, table), x, sub_blocks, s + step)
             s += 2 * step
         if s < sub_blocks:
-            ones = decode(group, rows_in_group, row, sub_blocks, s)
-            total = dot(total, ones, x, sub_blocks, s)
+            ones = read(group, rows_in_group, row, sub_blocks, s)
+            total = dot(total, unpack(ones, table), x, sub_blocks, s)
         return row_sum(total)
 
     return product
 
 
 @cache
-def group_products(kind: TensorType) -> Function:
+def group_products(kind: TensorType, table: int) -> Function:
     """Return a device function: `group_product` of up to four rows, which decodes a weight once.
 
     products(group, rows_in_group, x, rows, sub_blocks, part, parts) -> four floats
 
-    rows   at x, at least one; the results of rows that are not there are those of the last
+    rows    at x, at least one; the results of rows that are not there are those of the last
+    table   as `group_product` has it
 
     What it gives for a row has the bits of `group_product`.
     """
-    decode, dot = decoder_of(kind).decode, sub_block_dot(kind)
+    read, unpack, dot = decoder_of(kind).read, decoder_of(kind).unpack, sub_block_dot(kind)
 
     def products(
         group: int, rows_in_group: int, x: int, rows: int, sub_blocks: int, part: int, parts: int
@@ -170,7 +158,7 @@ def group_products(kind: TensorType) -> Function:
         xd = x + row_bytes * min(rows - 1, 3)
         a = b = c = d = f32(0.0)
         while s < sub_blocks:
-            decoded = decode(group, rows_in_group, row, sub_blocks, s)
+            decoded = unpack(read(group, rows_in_group, row, sub_blocks, s), table)
             a = dot(a, decoded, x, sub_blocks, s)
             b = dot(b, decoded, xb, sub_blocks, s)
             c = dot(c, decoded, xc, sub_blocks, s)
