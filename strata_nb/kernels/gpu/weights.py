@@ -39,13 +39,13 @@ from strata_nb.kernels.gpu.intrinsics import (
     f32_of_bits,
     f32_of_half,
     f32_of_i32,
-    fetch_2xi32,
-    fetch_4xi32,
-    fetch_i32,
-    fetch_u8,
-    fetch_u16,
     i32,
     levels_of,
+    load_2xi32,
+    load_4xi32,
+    load_i32,
+    load_u8,
+    load_u16,
 )
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.packing import Field, fields
@@ -171,8 +171,8 @@ def _q4_0() -> Decoder:
     quants, scales = places(T.Q4_0)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = _nibbles(fetch_4xi32(quants(group, rows_in_group, row, sub_blocks, s)))
-        scale = f32_of_half(fetch_u16(scales(group, rows_in_group, row, sub_blocks, s)))
+        words = _nibbles(load_4xi32(quants(group, rows_in_group, row, sub_blocks, s)))
+        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, sub_blocks, s)))
         return *words, scale, scale, *_no_minima()
 
     return Decoder(read, 8)
@@ -182,8 +182,8 @@ def _q4_1() -> Decoder:
     quants, bounds = places(T.Q4_1)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = _nibbles(fetch_4xi32(quants(group, rows_in_group, row, sub_blocks, s)))
-        scale, minimum = _two_halves(fetch_i32(bounds(group, rows_in_group, row, sub_blocks, s)))
+        words = _nibbles(load_4xi32(quants(group, rows_in_group, row, sub_blocks, s)))
+        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, sub_blocks, s)))
         return *words, scale, scale, -minimum, -minimum
 
     return Decoder(read, minima=True)
@@ -193,9 +193,9 @@ def _q5_0() -> Decoder:
     low, high, scales = places(T.Q5_0)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = _nibbles(fetch_4xi32(low(group, rows_in_group, row, sub_blocks, s)))
-        tops = _singles(fetch_i32(high(group, rows_in_group, row, sub_blocks, s)))
-        scale = f32_of_half(fetch_u16(scales(group, rows_in_group, row, sub_blocks, s)))
+        words = _nibbles(load_4xi32(low(group, rows_in_group, row, sub_blocks, s)))
+        tops = _singles(load_i32(high(group, rows_in_group, row, sub_blocks, s)))
+        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, sub_blocks, s)))
         return *_joined(words, tops, 4), scale, scale, *_no_minima()
 
     return Decoder(read, 16)
@@ -205,9 +205,9 @@ def _q5_1() -> Decoder:
     low, high, bounds = places(T.Q5_1)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = _nibbles(fetch_4xi32(low(group, rows_in_group, row, sub_blocks, s)))
-        tops = _singles(fetch_i32(high(group, rows_in_group, row, sub_blocks, s)))
-        scale, minimum = _two_halves(fetch_i32(bounds(group, rows_in_group, row, sub_blocks, s)))
+        words = _nibbles(load_4xi32(low(group, rows_in_group, row, sub_blocks, s)))
+        tops = _singles(load_i32(high(group, rows_in_group, row, sub_blocks, s)))
+        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, sub_blocks, s)))
         return *_joined(words, tops, 4), scale, scale, -minimum, -minimum
 
     return Decoder(read, minima=True)
@@ -217,9 +217,9 @@ def _q8_0() -> Decoder:
     quants, scales = places(T.Q8_0)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        first = fetch_4xi32(quants(group, rows_in_group, row, sub_blocks, 2 * s))
-        second = fetch_4xi32(quants(group, rows_in_group, row, sub_blocks, 2 * s + 1))
-        scale = f32_of_half(fetch_u16(scales(group, rows_in_group, row, sub_blocks, s)))
+        first = load_4xi32(quants(group, rows_in_group, row, sub_blocks, 2 * s))
+        second = load_4xi32(quants(group, rows_in_group, row, sub_blocks, 2 * s + 1))
+        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, sub_blocks, s)))
         return *first, *second, scale, scale, *_no_minima()
 
     return Decoder(read)
@@ -233,9 +233,9 @@ def _q2_k() -> Decoder:
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block = sub_blocks >> 3, s >> 3
-        words = _pairs(fetch_2xi32(quants(group, rows_in_group, row, blocks, s)))
-        step = fetch_u16(steps(group, rows_in_group, row, blocks, s))
-        scale, minimum = _two_halves(fetch_i32(bounds(group, rows_in_group, row, blocks, block)))
+        words = _pairs(load_2xi32(quants(group, rows_in_group, row, blocks, s)))
+        step = load_u16(steps(group, rows_in_group, row, blocks, s))
+        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, blocks, block)))
         return (
             *words,
             scale * f32_of_i32(step & 15),
@@ -253,9 +253,9 @@ def _q3_k() -> Decoder:
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block = sub_blocks >> 3, s >> 3
-        words = _pairs(fetch_2xi32(low(group, rows_in_group, row, blocks, s)))
-        tops = _singles(fetch_i32(high(group, rows_in_group, row, blocks, s)))
-        scale = f32_of_half(fetch_u16(scales(group, rows_in_group, row, blocks, block)))
+        words = _pairs(load_2xi32(low(group, rows_in_group, row, blocks, s)))
+        tops = _singles(load_i32(high(group, rows_in_group, row, blocks, s)))
+        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, blocks, block)))
         one, other = steps(group, rows_in_group, row, blocks, s)
         return (
             *_joined(words, tops, 2),
@@ -273,8 +273,8 @@ def _q4_k() -> Decoder:
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block = sub_blocks >> 3, s >> 3
-        words = _nibbles(fetch_4xi32(quants(group, rows_in_group, row, blocks, s)))
-        scale, minimum = _two_halves(fetch_i32(bounds(group, rows_in_group, row, blocks, block)))
+        words = _nibbles(load_4xi32(quants(group, rows_in_group, row, blocks, s)))
+        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, blocks, block)))
         one, other = steps(group, rows_in_group, row, blocks, s)
         scale *= f32_of_i32(one)
         minimum *= f32_of_i32(other)
@@ -289,9 +289,9 @@ def _q5_k() -> Decoder:
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block = sub_blocks >> 3, s >> 3
-        words = _nibbles(fetch_4xi32(low(group, rows_in_group, row, blocks, s)))
-        tops = _singles(fetch_i32(high(group, rows_in_group, row, blocks, s)))
-        scale, minimum = _two_halves(fetch_i32(bounds(group, rows_in_group, row, blocks, block)))
+        words = _nibbles(load_4xi32(low(group, rows_in_group, row, blocks, s)))
+        tops = _singles(load_i32(high(group, rows_in_group, row, blocks, s)))
+        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, blocks, block)))
         one, other = steps(group, rows_in_group, row, blocks, s)
         scale *= f32_of_i32(one)
         minimum *= f32_of_i32(other)
@@ -305,10 +305,10 @@ def _q6_k() -> Decoder:
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks = sub_blocks >> 3
-        words = _nibbles(fetch_4xi32(low(group, rows_in_group, row, blocks, s)))
-        tops = _pairs(fetch_2xi32(high(group, rows_in_group, row, blocks, s)))
-        step = fetch_u16(steps(group, rows_in_group, row, blocks, s))
-        scale = f32_of_half(fetch_u16(scales(group, rows_in_group, row, blocks, s >> 3)))
+        words = _nibbles(load_4xi32(low(group, rows_in_group, row, blocks, s)))
+        tops = _pairs(load_2xi32(high(group, rows_in_group, row, blocks, s)))
+        step = load_u16(steps(group, rows_in_group, row, blocks, s))
+        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, blocks, s >> 3)))
         return (
             *_joined(words, tops, 4),
             scale * f32_of_i32(i32(step << 24) >> 24),
@@ -332,9 +332,9 @@ def _six_bits(words: Function) -> Function:
 
     def pair(group: int, rows_in_group: int, row: int, blocks: int, s: int) -> Any:
         first, inner = 3 * (s >> 3), s & 7
-        a = fetch_i32(words(group, rows_in_group, row, blocks, first))
-        b = fetch_i32(words(group, rows_in_group, row, blocks, first + 1))
-        high = fetch_i32(words(group, rows_in_group, row, blocks, first + 2))
+        a = load_i32(words(group, rows_in_group, row, blocks, first))
+        b = load_i32(words(group, rows_in_group, row, blocks, first + 1))
+        high = load_i32(words(group, rows_in_group, row, blocks, first + 2))
         one = a >> 4 * inner & 15 | (high >> 2 * inner & 3) << 4
         other = b >> 4 * inner & 15 | (high >> 16 + 2 * inner & 3) << 4
         return one, other
@@ -365,8 +365,8 @@ def _iq4_nl() -> Decoder:
     look_up = _levels(IQ4_LEVELS)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = fetch_4xi32(quants(group, rows_in_group, row, sub_blocks, s))
-        return *words, fetch_u16(scales(group, rows_in_group, row, sub_blocks, s))
+        words = load_4xi32(quants(group, rows_in_group, row, sub_blocks, s))
+        return *words, load_u16(scales(group, rows_in_group, row, sub_blocks, s))
 
     def unpack(words: Any, _table: int) -> Any:
         scale = f32_of_half(words[4])
@@ -381,10 +381,10 @@ def _iq4_xs() -> Decoder:
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block, inner = sub_blocks >> 3, s >> 3, s & 7
-        words = look_up(fetch_4xi32(quants(group, rows_in_group, row, blocks, s)))
-        four = fetch_i32(steps_low(group, rows_in_group, row, blocks, block)) >> 4 * inner & 15
-        two = fetch_u16(steps_high(group, rows_in_group, row, blocks, block)) >> 2 * inner & 3
-        scale = f32_of_half(fetch_u16(scales(group, rows_in_group, row, blocks, block)))
+        words = look_up(load_4xi32(quants(group, rows_in_group, row, blocks, s)))
+        four = load_i32(steps_low(group, rows_in_group, row, blocks, block)) >> 4 * inner & 15
+        two = load_u16(steps_high(group, rows_in_group, row, blocks, block)) >> 2 * inner & 3
+        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, blocks, block)))
         scale *= f32_of_i32((four | two << 4) - 32)
         return *words, scale, scale, *_no_minima()
 
@@ -398,8 +398,8 @@ def _mxfp4() -> Decoder:
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         # Eight bytes at a time: with an odd number of sub-blocks every other group begins there.
         place = quants(group, rows_in_group, row, sub_blocks, s)
-        exponent = fetch_u8(exponents(group, rows_in_group, row, sub_blocks, s))
-        return *fetch_2xi32(place), *fetch_2xi32(place + 8), exponent
+        exponent = load_u8(exponents(group, rows_in_group, row, sub_blocks, s))
+        return *load_2xi32(place), *load_2xi32(place + 8), exponent
 
     def unpack(words: Any, _table: int) -> Any:
         scale = _half_power(words[4])
