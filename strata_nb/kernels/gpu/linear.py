@@ -108,6 +108,7 @@ def _packed(kind: TensorType, warps: int, sub_blocks: int) -> GpuKernel:
             a = add(a, words, x, quarter, tile)
             if rows_here > 1:
                 b = add(b, words, xb, quarter, tile)
+            if rows_here > 2:
                 c = add(c, words, xc, quarter, tile)
                 d = add(d, words, xd, quarter, tile)
             tile += warps
