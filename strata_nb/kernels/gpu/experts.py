@@ -125,7 +125,8 @@ _PARTS = 4  # that the tiles of a row are shared by
 _GATE_UP_THREADS = WARP * _GROUPS * _PARTS
 _PART_BITS = (WARP * _GROUPS).bit_length() - 1  # of the number of a thread, below its part
 _SUMS_BYTES = 4 * SUB_BLOCK
-_WIDE = {TensorType.Q3_K, TensorType.IQ2_S, TensorType.IQ1_M}  # what these decode does not fit 64 registers
+# What these decode does not fit 64 registers.
+_WIDE = {TensorType.Q3_K, TensorType.IQ2_S, TensorType.IQ1_M}
 
 
 def _gate_up_grid(arguments: Arguments, most_rows: int) -> Grid:
