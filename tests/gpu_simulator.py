@@ -326,7 +326,7 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
 
         return prefetch
     if name == "arrive":
-        load, store = (_access(f"{word}_i32", own, memory) for word in ("load", "store"))
+        load, store = (_access(f"{word}_i32", memory) for word in ("load", "store"))
 
         def arrive(place: int, last: int) -> int:
             found: int = load(place)

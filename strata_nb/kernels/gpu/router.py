@@ -159,6 +159,8 @@ def router_kernel(kind: TensorType, width: int, experts: int) -> GpuKernel:
         eps: Any,
         rows: int,
         logits: int,
+        positions: int,
+        forced: int,
         tier: int,
         addresses: int,
         use: int,
@@ -201,7 +203,19 @@ def router_kernel(kind: TensorType, width: int, experts: int) -> GpuKernel:
             store_f32(logits + 4 * output, total + before if bias != 0 else total)
         if is_last(rows, blocks, thread, place):
             route_row(
-                0, blob, logits, use, tally, chosen, shares, blobs, experts, top_k, renormalise
+                0,
+                blob,
+                logits,
+                positions,
+                forced,
+                use,
+                tally,
+                chosen,
+                shares,
+                blobs,
+                experts,
+                top_k,
+                renormalise,
             )
         write_each(values, thread, out, packed)  # nobody waits for it here
 
