@@ -83,6 +83,16 @@ def _routers(kinds: Sequence[T], widths: Sequence[int]) -> Iterator[CardLaunch]:
             yield made
 
 
+def _ready(lengths: Sequence[int]) -> Iterator[CardLaunch]:
+    """Yield attention that makes its row ready, as a card launches it."""
+    for length, group in product(lengths, GROUPS):
+        sizes = {"key_length": length, "value_length": length}
+        store = shaped("kv_append", ("f16", "f16"), heads=1, **sizes)
+        attention = shaped("attention", ("f16", "f16"), heads=group, kv_heads=1, **sizes)
+        rope = shaped("rope", length=length, heads=group)
+        yield from card_launches((rope, store, attention), 1)
+
+
 Kernels = dict[str, tuple[GpuKernel, Sequence[str]]]
 
 
@@ -108,7 +118,8 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     widths = WIDTHS_OF_ONE_ROW if lengths else WIDTHS_OF_ONE_ROW[:1]
     normed = _normed(sorted(PACKED) if lengths else OF_ALL_LENGTHS, widths)
     routers = _routers(sorted(UNPACKED) if lengths else [T.F32], widths)
-    for made in (*together, *normed, *routers):
+    ready = _ready((128, 64) if lengths else (128,))
+    for made in (*together, *normed, *routers, *ready):
         found[made.kernel.name] = made.kernel, made.kinds
     return found
 

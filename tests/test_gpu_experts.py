@@ -291,10 +291,10 @@ class Asked(gpu_simulator.Memory):
         super().__init__(written, read)
         self.places: list[int] = []
 
-    def check(self, address: int, size: int, use: str) -> None:
-        super().check(address, size, use)
+    def check(self, address: int, size: int, use: str) -> tuple[Any, int]:
         if use == "prefetch":
             self.places.append(address)
+        return super().check(address, size, use)
 
 
 @pytest.mark.parametrize("down_bytes", [16, 48, 8 * 384])

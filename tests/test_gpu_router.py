@@ -33,6 +33,7 @@ def of_layer(width: int, experts: int, top_k: int, kind: TensorType = T.F32) -> 
         "norm": normal(width, seed=2),
         "weight": weight if kind is T.F32 else weight.astype(np.float16),
         "bias": normal(experts, seed=3),
+        "positions": np.array([1]),
         "tier": (np.arange(experts) % 3 == 0).astype(np.uint8),
         "addresses": 0x7F0000000000 + 0x100 * np.arange(experts),
         "out": np.full((1, width), UNTOUCHED),
@@ -67,6 +68,7 @@ def launches_of(
     second |= {"rows": at["rows"], "weight": at["weight"], "bias": at["bias"] if bias else 0}
     third = {"experts": experts, "top_k": top_k, "renormalise": 1}
     third |= {name: at[name] for name in (*WRITTEN[3:], "rows", "tier", "addresses")}
+    third |= {"positions": at["positions"], "forced": at.get("forced", 0)}
     return [
         launch("rms_norm", {**first, "weight": at["norm"], **(norm or {})}, label="blk.0.ffn_norm"),
         launch("linear", {**second, **(product or {})}, variant=kind, label="blk.0.ffn_gate_inp"),
@@ -105,6 +107,18 @@ def test_a_router_has_the_bits_of_norm_product_and_choice_alone(
         assert not np.any(found["chosen"] < 0)
         for name in WRITTEN:
             assert same_bits(found[name], expected[name]), name
+
+
+def test_a_router_is_given_routes() -> None:
+    arrays = of_layer(256, 20, 4)
+    routes = np.array([[0, 1, 2, 3], [17, 4, 9, 8]], np.int16)  # of the positions 0 and 1
+    arrays["forced"] = aligned(routes)
+    apart = launches_of(arrays)
+    (together,) = with_routers(apart)
+    found, expected = run([together], arrays), run(apart, arrays)
+    assert found["chosen"].tolist() == [[4, 8, 9, 17]]
+    for name in WRITTEN:
+        assert same_bits(found[name], expected[name]), name
 
 
 def test_a_row_that_a_step_does_not_have_is_left_alone() -> None:

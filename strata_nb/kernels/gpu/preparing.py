@@ -8,7 +8,7 @@ does it alone (`normalising.py`, `rotation.py`), and so are the bits.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from strata_nb.formats import BLOCK_CELLS
 from strata_nb.kernels.gpu.intrinsics import (
@@ -71,36 +71,83 @@ def normed_by_a_warp(length: int) -> bool:
     return threads_of(length) == WARP
 
 
-@cache
-def head_loader(length: int) -> Function:
-    """Return a function (x, place, weights, lane, eps): a warp brings a head to shared memory.
+class Heads(NamedTuple):
+    """Hold device functions of a warp that brings heads to shared memory.
 
-    It is divided by its root mean square where it has weights; both are offsets in shared memory,
-    `weights` is -1 for none. Turns are counted, so that all loads are on their way at once.
+    load   (x, lane): a lane's values of the head at x; all loads are on their way at once
+    keep   (values, place, weights, lane, eps): store them, divided by the root mean square of all
+           and times weights where there are some; both are offsets in shared memory, `weights` -1
+           for none
     """
+
+    load: Function
+    keep: Function
+
+
+@cache
+def heads_of(length: int) -> Heads:
+    """Return how heads of a length are loaded and kept."""
     turns = blocks_of(length, WARP)
+    squares, store = _squares(turns, length), _storer(turns, length)
 
-    def load_head(x: int, place: int, weights: int, lane: int, eps: Any) -> None:
-        total, turn = f32(0.0), 0
-        while turn < turns:
-            column = lane + WARP * turn
-            value = load_f32(x + 4 * min(column, length - 1))
-            if column < length:
-                shared_store_f32(place + 4 * column, value)
-                total = fma(value, value, total)
-            turn += 1
+    def keep(values: Any, place: int, weights: int, lane: int, eps: Any) -> None:
+        divisor = f32(1.0)
         if weights >= 0:
-            divisor = square_root(warp_sum(total) / f32_of_i32(i32(length)) + eps)
-            turn = 0
-            while turn < turns:
-                column = lane + WARP * turn
-                if column < length:
-                    value = shared_load_f32(place + 4 * column) / divisor
-                    weight = shared_load_f32(weights + 4 * column)
-                    shared_store_f32(place + 4 * column, value * weight)
-                turn += 1
+            mean = warp_sum(squares(values, lane, f32(0.0))) / f32_of_i32(i32(length))
+            divisor = square_root(mean + eps)
+        store(values, lane, place, weights, divisor)
 
-    return load_head
+    return Heads(_loader(turns, length), keep)
+
+
+@cache
+def _loader(turns: int, length: int) -> Function:
+    def one(x: int, column: int) -> Any:
+        return (load_f32(x + 4 * min(column, length - 1)),)
+
+    if turns == 1:
+        return one
+    others = _loader(turns - 1, length)
+
+    def several(x: int, column: int) -> Any:
+        return one(x, column) + others(x, column + WARP)
+
+    return several
+
+
+@cache
+def _squares(turns: int, length: int) -> Function:
+    def one(values: Any, column: int, total: Any) -> Any:
+        return fma(values[0], values[0], total) if column < length else total
+
+    if turns == 1:
+        return one
+    others = _squares(turns - 1, length)
+
+    def several(values: Any, column: int, total: Any) -> Any:
+        return others(values[1:], column + WARP, one(values, column, total))
+
+    return several
+
+
+@cache
+def _storer(turns: int, length: int) -> Function:
+    def one(values: Any, column: int, place: int, weights: int, divisor: Any) -> None:
+        if column < length:
+            value = values[0]
+            if weights >= 0:
+                value = value / divisor * shared_load_f32(weights + 4 * column)
+            shared_store_f32(place + 4 * column, value)
+
+    if turns == 1:
+        return one
+    others = _storer(turns - 1, length)
+
+    def several(values: Any, column: int, place: int, weights: int, divisor: Any) -> None:
+        one(values, column, place, weights, divisor)
+        others(values[1:], column + WARP, place, weights, divisor)
+
+    return several
 
 
 @cache
@@ -155,7 +202,8 @@ def prepare_kernel(keys: str, values: str, key_length: int, value_length: int) -
     Grid (heads + 2 * kv_heads, rows), a warp each. Queries are rotated in place, keys and values
     stay as they are.
     """
-    load, store_key = head_loader(key_length), key_storer(keys, key_length)
+    load_head, keep_head = heads_of(key_length)
+    store_key = key_storer(keys, key_length)
     store_value = value_storer(values, value_length)
     rotated = rotator(shared_load_f32, shared_load_f32)
     key_plane, value_plane = plane_bytes(keys, key_length), plane_bytes(values, value_length)
@@ -204,7 +252,7 @@ def prepare_kernel(keys: str, values: str, key_length: int, value_length: int) -
         await_previous()
         if head < heads:
             x = q + 4 * key_length * (row * heads + head)
-            load(x, 0, _WEIGHTS if weight != 0 else -1, lane, eps)
+            keep_head(load_head(x, lane), 0, _WEIGHTS if weight != 0 else -1, lane, eps)
             barrier()
             number = lane
             while number < key_length:
@@ -215,7 +263,7 @@ def prepare_kernel(keys: str, values: str, key_length: int, value_length: int) -
         head -= heads
         if head < kv_heads:
             x = k + 4 * key_length * (row * kv_heads + head)
-            load(x, 0, _WEIGHTS if weight != 0 else -1, lane, eps)
+            keep_head(load_head(x, lane), 0, _WEIGHTS if weight != 0 else -1, lane, eps)
             barrier()
             store_key(0, _COSINES, block + k_offset + key_plane * head, cell, lane, planes, halves)
             return
