@@ -5,6 +5,7 @@ shuffle for its warp. What a card would do silently wrong is an error here:
 
     an address outside the arrays that were named, or a write to one that is read only
     a `fetch_...`, which may see old bytes, of an array that the kernel writes
+    a `fetch_...` of what the launch in front wrote, or a `load_...` before `await_previous`
     lanes of a warp that reach different shuffles, or threads that miss a barrier
     a value of a wrong type: a float that is no float32, an integer out of its range
 
@@ -37,7 +38,10 @@ class KernelFault(AssertionError):
 
 
 class Memory:
-    """Hold the arrays that a kernel may use; it may write those in `written`."""
+    """Hold the arrays that a kernel may use; it may write those in `written`.
+
+    Launches that share one follow each other, and may overlap: it knows which wrote what.
+    """
 
     def __init__(self, written: Sequence[Any], read: Sequence[Any] = ()) -> None:
         blocks = [(array.ctypes.data, array.nbytes, True) for array in written]
@@ -45,6 +49,19 @@ class Memory:
         self._blocks = sorted(blocks)
         self._starts = [start for start, _, _ in self._blocks]
         self._kept = (*written, *read)
+        self._launch = 0
+        self._writers: dict[int, int] = {}  # of every four bytes: the last launch that wrote them
+
+    def begin_launch(self) -> None:
+        self._launch += 1
+
+    def note_write(self, address: int, size: int) -> None:
+        for word in range(address >> 2, (address + size + 3) >> 2):
+            self._writers[word] = self._launch
+
+    def is_of_the_launch_in_front(self, address: int, size: int) -> bool:
+        words = range(address >> 2, (address + size + 3) >> 2)
+        return any(self._writers.get(word) == self._launch - 1 for word in words)
 
     def check(self, address: int, size: int, use: str) -> None:
         """Raise KernelFault unless memory may be used so: "load", "fetch", "store", "prefetch"."""
@@ -63,6 +80,7 @@ class _Lane(NamedTuple):
     block: tuple[int, int, int]
     grid: tuple[int, int, int]
     shared: bytearray
+    has_waited: list[bool]  # for the launch in front: one, that changes
 
 
 def run(
@@ -75,7 +93,15 @@ def run(
 ) -> None:
     """Run a kernel over a grid of blocks; a float argument is a float32."""
     lanes: dict[greenlet, _Lane] = {}
-    bound = rebind(kernel, lambda intrinsic: _meaning(intrinsic, lanes, memory))
+    names: set[str] = set()
+
+    def meaning(intrinsic: Intrinsic) -> Callable[..., Any]:
+        names.add(intrinsic.name)
+        return _meaning(intrinsic, lanes, memory)
+
+    bound = rebind(kernel, meaning)
+    waits_at_its_entry = "await_previous" not in names
+    memory.begin_launch()
     words = [np.float32(one) if isinstance(one, float) else one for one in arguments]
     with np.errstate(all="ignore"):
         for z in range(grid[2]):
@@ -86,7 +112,7 @@ def run(
                     made = [greenlet(bound) for _ in range(threads)]
                     for thread, one in enumerate(made):
                         one.gr_context = copy_context()  # in which the errstate holds
-                        lanes[one] = _Lane(thread, (x, y, z), grid, shared)
+                        lanes[one] = _Lane(thread, (x, y, z), grid, shared, [waits_at_its_entry])
                     _run_block(made, words, backwards=(x + y + z) % 2 == 1)
 
 
@@ -299,8 +325,14 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
     }
     if name in places:
         return places[name]
-    if name in ("await_previous", "hold"):
-        return lambda *_: None  # launches follow each other here
+    if name == "await_previous":
+
+        def await_previous() -> None:  # launches follow each other here
+            own().has_waited[0] = True
+
+        return await_previous
+    if name == "hold":
+        return lambda _: None
     if name == "prefetch":
 
         def prefetch(address: int, size: int) -> None:
@@ -354,12 +386,19 @@ def _access(name: str, own: Callable[[], _Lane], memory: Memory) -> Callable[...
         return block, place
 
     def load(place: int) -> Any:
+        if not shared and memory.is_of_the_launch_in_front(place, size):
+            if kind == "fetch":
+                raise KernelFault(f"{name} of what the launch in front wrote, at {place:#x}")
+            if not own().has_waited[0]:
+                raise KernelFault(f"{name} of what the launch in front may write, at {place:#x}")
         found = layout.unpack_from(*bytes_at(place))
         values = tuple(np.float32(one) if element == "f32" else one for one in found)
         return values[0] if number == 1 else values
 
     def store(place: int, value: Any) -> None:
         target, offset = bytes_at(place)
+        if not shared:
+            memory.note_write(place, size)
         bits = 8 * layout.size
         raw = value if element == "f32" else _signed(value, bits)
         layout.pack_into(target, offset, raw)
