@@ -8,6 +8,7 @@ import pytest
 from gpu_simulator import KernelFault, Memory
 
 from strata_nb.kernels.gpu.intrinsics import (
+    arrive,
     await_previous,
     barrier,
     block_x,
@@ -15,6 +16,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     blocks_z,
     f32_of_i32,
     fetch_f32,
+    i32,
     i64,
     load_f32,
     load_i32,
@@ -208,3 +210,26 @@ def test_what_the_launch_in_front_wrote_is_read_behind_the_wait_and_never_fetche
         run_all(write, early)
     with pytest.raises(KernelFault, match="fetch_f32 of what the launch in front wrote"):
         run_all(write, fetched)
+
+
+def test_what_another_block_wrote_is_read_when_all_have_arrived() -> None:
+    def last_reads(x: int, y: int) -> None:
+        thread = i64(thread_index())
+        store_f32(x + 4 * (32 * block_x() + thread), f32_of_i32(i32(1 + thread)))
+        barrier()
+        if thread == 0:
+            shared_store_i64(0, i64(arrive(y, 2)))
+        barrier()
+        if shared_load_i64(0) == 2:
+            store_f32(y + 4 + 4 * thread, load_f32(x + 4 * thread))
+
+    def all_read(x: int, y: int) -> None:
+        store_f32(x + 4 * i64(block_x()), f32_of_i32(1))
+        store_f32(y, load_f32(x))
+
+    x, y = np.zeros(96, np.float32), np.zeros(33, np.float32)
+    words = [x.ctypes.data, y.ctypes.data]
+    gpu_simulator.run(last_reads, (3, 1, 1), 32, 8, words, Memory([x, y]))
+    assert y.tolist() == list(range(33))
+    with pytest.raises(KernelFault, match="another block writes"):
+        gpu_simulator.run(all_read, (3, 1, 1), 32, 8, words, Memory([x, y]))
