@@ -347,11 +347,11 @@ def _access(name: str, own: Callable[[], _Lane], memory: Memory) -> Callable[...
         values = tuple(np.float32(one) if element == "f32" else one for one in found)
         return values[0] if number == 1 else values
 
-    def store(place: int, value: Any) -> None:
+    def store(place: int, *values: Any) -> None:
         target, offset = bytes_at(place)
-        bits = 8 * layout.size
-        raw = value if element == "f32" else _signed(value, bits)
-        layout.pack_into(target, offset, raw)
+        bits = 8 * layout.size // number
+        raw = values if element == "f32" else [_signed(value, bits) for value in values]
+        layout.pack_into(target, offset, *raw)
 
     def add(place: int, value: Any) -> None:
         store(place, load(place) + value)

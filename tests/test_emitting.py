@@ -43,6 +43,7 @@ class RecordingBackend:
 
     def __init__(self, *, chooses_tokens: bool = True, attends_in_runs: bool = True) -> None:
         self.chooses_tokens, self.attends_in_runs = chooses_tokens, attends_in_runs
+        self.fills = chooses_tokens
         self.driver = HostDriver(parse_host_devices("host"))
 
     def packed_row_bytes(self, values: int) -> int:

@@ -13,7 +13,7 @@ An expert that has no slot is not an error: it is read in place, over the link.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -94,6 +94,7 @@ class ExpertArena:
         self._free: list[list[int]] = [[] for _ in layout.classes]  # a heap for each size class
         self._draining: set[int] = set()
         self._base = 0
+        self._places = self.layout.offsets(np.arange(max_slots))  # addresses of slots
         self._driver = driver
         self._stream = stream
         self._announce = announce
@@ -103,6 +104,7 @@ class ExpertArena:
     def place(self, base: int) -> None:
         """Take the first address of the reservation; nothing of it is usable yet."""
         self._base = base
+        self._places = base + self.layout.offsets(np.arange(len(self._owner)))
 
     def resize(self, usable_bytes: int) -> None:
         """Use the slots that lie whole in the first `usable_bytes`, and name no other.
@@ -287,6 +289,72 @@ class ExpertArena:
         if below != list(range(self.usable_slots)) or len(set(idle)) != len(idle):
             raise RuleViolation(9, f"{self.usable_slots} slots: held {held}, idle {idle}")
 
+    # Where the device decides who comes (`filling.py`).
+
+    @property
+    def homes(self) -> npt.NDArray[np.int64]:
+        """Return where each expert (layers, experts) is in host memory; not to be written."""
+        return self._in_place
+
+    def free_slots(self, passed: Collection[int] = ()) -> list[npt.NDArray[np.int64]]:
+        """Return addresses of free slots for each layer, none of those in `passed`.
+
+        A slot is for the layer that it has its size from, and so for one layer only.
+        """
+        slots = np.array(sorted(slot for free in self._free for slot in free), np.int64)
+        addresses, layers = self._places[slots], slots % max(1, self.layout.layers)
+        if passed:
+            kept = ~np.isin(addresses, list(passed))
+            addresses, layers = addresses[kept], layers[kept]
+        order = np.argsort(layers, kind="stable")
+        ends = np.cumsum(np.bincount(layers, minlength=self.layout.layers))
+        return np.split(addresses[order], ends[:-1])
+
+    def adopt(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Take over where experts (layers, experts) are, as the device has decided.
+
+        Returns who came. The tables say so without a change being counted: the device has it.
+        Raises RuleViolation for an address that is neither an expert's home nor a slot to use, or
+        that two experts have; nothing has changed then.
+        """
+        resident = addresses != self._in_place
+        if np.array_equal(addresses, self.expert_address):
+            return np.zeros_like(resident)
+        numbers, named = np.flatnonzero(resident), addresses[resident]
+        slots = np.minimum(np.searchsorted(self._places, named), len(self._places) - 1)
+        owner, before = np.full_like(self._owner, NOBODY), self._owner.copy()
+        owner[slots] = numbers
+        wrong = (self._places[slots] != named) | (owner[slots] != numbers)
+        wrong |= (slots >= self.usable_slots) | np.isin(slots, list(self._draining))
+        if wrong.any():
+            wrong_ones = [f"{address:#x}" for address in named[wrong].tolist()]
+            raise RuleViolation(16, f"a device named slots that are not to be used: {wrong_ones}")
+        idle = np.flatnonzero(owner[: self.usable_slots] == NOBODY)
+        idle = idle[~np.isin(idle, list(self._draining))]
+        classes = np.array(self.layout.class_of_layer)[idle % self.layout.layers]
+        self._owner[:] = owner
+        self._free = [idle[classes == one].tolist() for one in range(len(self.layout.classes))]
+        self._complete = -1, False
+        self.addresses.receive()[...] = addresses
+        self.tiers.receive()[...] = np.where(resident, Tier.SLOT, Tier.IN_PLACE)
+        changed = np.flatnonzero(before != owner).tolist()
+        for kind, of in (("evict", before), ("fill", owner)):
+            for slot in changed:
+                if of[slot] != NOBODY:
+                    layer, expert = divmod(int(of[slot]), self.layout.experts)
+                    self._tell(kind, layer, expert, slot, by="kernel")
+        came = np.zeros(resident.size, bool)
+        came[owner[changed][owner[changed] != NOBODY]] = True
+        return came.reshape(resident.shape)
+
+    def forget(self) -> None:
+        """Let every expert be read in host memory: nobody knows what is in the slots."""
+        for slot in np.flatnonzero(self._owner != NOBODY).tolist():
+            self._evict(*self._expert_in(slot), slot)
+        self.addresses[:] = self._in_place
+        self.tiers[:] = Tier.IN_PLACE
+        self.reclaim()
+
     def _expert_in(self, slot: int) -> tuple[int, int]:
         layer, expert = divmod(int(self._owner[slot]), self.layout.experts)
         return layer, expert
@@ -332,7 +400,7 @@ class ExpertArena:
         for (layer, expert), slot in placed.items():
             self._tell("fill", layer, expert, slot)
 
-    def _tell(self, kind: str, layer: int, expert: int, slot: int) -> None:
+    def _tell(self, kind: str, layer: int, expert: int, slot: int, **more: object) -> None:
         """Announce what became of a slot."""
         if self._announce is not None:
             self._announce(
@@ -343,6 +411,7 @@ class ExpertArena:
                     "slot": slot,
                     "address": self._base + self.layout.offset(slot),
                     "size": self.layout.blob_bytes[layer],
+                    **more,
                 }
             )
 

@@ -8,23 +8,38 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb.cache.experts import ExpertArena, Tier
-from strata_nb.cache.policy import Heat, Maker, Moves, Ranks
+from strata_nb.cache.policy import Heat, Maker, Mask, Moves, Ranks, Worth
 from strata_nb.errors import DeviceLost, DriverError
 
 
 class Residency:
     """Move experts in and out of an arena, with a policy for each of its size classes.
 
-    inserted, inserted_bytes   experts that were copied to slots since the start, and their bytes
+    inserted, inserted_bytes   experts that came to slots since the start, and their bytes
+    filled   how many of those a device brought itself, in the window that missed them
+    missed_bytes   of experts that steps used and that had no slot when they began
     """
 
     def __init__(
-        self, arena: ExpertArena, ranks: Ranks, make: Maker, *, say: Callable[[str], None]
+        self,
+        arena: ExpertArena,
+        ranks: Ranks,
+        make: Maker,
+        *,
+        say: Callable[[str], None],
+        device_fills: bool = False,
     ) -> None:
-        """`ranks` (layers, experts) are a profile's, -1 where it has none."""
+        """`ranks` (layers, experts) are a profile's, -1 where it has none.
+
+        device_fills   who is missed comes, or not, before policies hear of it (`filling.py`)
+        """
         layout = arena.layout
         self.inserted = 0
         self.inserted_bytes = 0
+        self.filled = 0
+        self.missed_bytes = 0
+        self._device_fills = device_fills
+        self._blob_bytes = np.array(layout.blob_bytes, np.int64)
         self._arena = arena
         self._say = say
         self._failing = False  # since the last copy: then it was said
@@ -47,9 +62,15 @@ class Residency:
         used, rows = self._news(rows)
         evicted: list[tuple[int, int]] = []
         inserted: list[tuple[int, int]] = []
+        in_slots = arena.expert_tier == Tier.SLOT
+        self.missed_bytes += int(np.where(in_slots, 0, used).sum(axis=1) @ self._blob_bytes)
         for layers, policy in zip(self._layers, self._policies, strict=True):
-            resident = arena.expert_tier[layers] == Tier.SLOT
-            moves = policy.after(used[layers], rows, resident, self._slots(layers))
+            resident, slots = in_slots[layers], self._slots(layers)
+            is_full = slots <= np.count_nonzero(resident)
+            if self._device_fills and not (policy.fetches and is_full):
+                policy.note(used[layers], rows)
+                continue
+            moves = policy.after(used[layers], rows, resident, slots)
             evicted += [(int(layers[layer]), expert) for layer, expert in moves.evicted]
             inserted += [(int(layers[layer]), expert) for layer, expert in moves.inserted]
         return Moves(evicted, inserted)
@@ -74,6 +95,18 @@ class Residency:
         behind until then.
         """
         self._unseen_rows += rows
+
+    def worth(self) -> Worth:
+        """Return what experts (layers, experts) are worth to a device that brings misses itself."""
+        found = Worth(np.empty(self._arena.use.shape), np.empty(self._arena.use.shape))
+        for layers, policy in zip(self._layers, self._policies, strict=True):
+            found.gain[layers], found.heat[layers] = policy.worth()
+        return found
+
+    def note_filled(self, came: Mask) -> None:
+        """Count experts (layers, experts) that a device has brought to slots itself."""
+        self.filled += int(np.count_nonzero(came))
+        self._count(came)
 
     def heat(self) -> Heat:
         """Return the place of each expert (layers, experts) among those of its size, coldest first.
@@ -104,7 +137,7 @@ class Residency:
         arena = self._arena
         before = arena.expert_tier == Tier.SLOT
         try:
-            self.inserted += arena.fill(experts)
+            arena.fill(experts)
         except DeviceLost:
             raise
         except DriverError as error:
@@ -113,8 +146,12 @@ class Residency:
             self._failing = True
             return
         self._failing = False
-        came = np.count_nonzero((arena.expert_tier == Tier.SLOT) & ~before, axis=1)
-        self.inserted_bytes += int(came @ np.array(arena.layout.blob_bytes, np.int64))
+        self._count((arena.expert_tier == Tier.SLOT) & ~before)
+
+    def _count(self, came: Mask) -> None:
+        each = np.count_nonzero(came, axis=1)
+        self.inserted += int(each.sum())
+        self.inserted_bytes += int(each @ self._blob_bytes)
 
     def _slots(self, layers: npt.NDArray[np.intp]) -> int:
         """Return how many slots have the size of these layers' experts."""

@@ -12,6 +12,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
 BLOB_ALIGNMENT = 256  # bytes; of every blob, in the host arena and in a slot
 
 _UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
@@ -42,6 +45,11 @@ class SlotLayout:
         """Return where a slot begins."""
         round_, layer = divmod(slot, self.layers)
         return round_ * self._round_bytes + self._starts[layer]
+
+    def offsets(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return where slots begin."""
+        rounds, layers = np.divmod(slots, max(1, self.layers))
+        return rounds * self._round_bytes + np.array(self._starts, np.int64)[layers]
 
     def class_of_slot(self, slot: int) -> int:
         """Return the number of a slot's size class."""

@@ -46,6 +46,8 @@ class ExpertPlaces(NamedTuple):
     addresses, tier, use   of int64, uint8 and int64 (experts,)
     tally                  of int64 (2,): hits and misses, of all layers
     parts                  by the names of `EXPERT_PARTS`
+    homes, seen, plan      of int64 (experts,) twice and a record of `fill_plans.py`, where
+                           programs give experts slots; else 0
     """
 
     addresses: int
@@ -53,6 +55,9 @@ class ExpertPlaces(NamedTuple):
     use: int
     tally: int
     parts: Mapping[str, ExpertPart]
+    homes: int = 0
+    seen: int = 0
+    plan: int = 0
 
 
 class KVPlaces(NamedTuple):

@@ -25,7 +25,7 @@ from strata_nb.kernels.program import Launch, Program
 
 def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows."""
-    found = list(with_shares(with_routes(list(with_runs(program)))))
+    found = list(with_shares(with_routes(list(with_runs(program)), rows)))
     if rows == 1:
         found = list(with_products(found))
     return [one if isinstance(one, CardLaunch) else card_launch(one) for one in found]
