@@ -109,10 +109,13 @@ class DeviceFilling:
         if self._offered:
             self._offered.popleft()
         if addresses is not None:
-            self._adopt(addresses)
+            self._adopt(addresses, is_counted=True)
 
-    def find(self) -> None:
-        """Fetch what all windows left, of which none runs."""
+    def find(self, *, is_counted: bool = False) -> None:
+        """Fetch what all windows left, of which none runs.
+
+        is_counted   the use of experts by these windows counts
+        """
         if not self._offered or self._places is None:
             return
         addresses = np.empty(self._arena.use.shape, np.int64)
@@ -121,7 +124,7 @@ class DeviceFilling:
         except StrataError:
             self.lose()
             raise
-        self._adopt(addresses)
+        self._adopt(addresses, is_counted=is_counted)
         self._offered.clear()
 
     def lose(self) -> None:
@@ -139,6 +142,6 @@ class DeviceFilling:
         self._is_silent = True
         return places.plan, self._silence.view(np.uint8)
 
-    def _adopt(self, addresses: npt.NDArray[np.int64]) -> None:
+    def _adopt(self, addresses: npt.NDArray[np.int64], *, is_counted: bool) -> None:
         came = self._arena.adopt(addresses.reshape(self._arena.use.shape))
-        self._residency.note_filled(came)
+        self._residency.note_filled(came, is_counted=is_counted)

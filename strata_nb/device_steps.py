@@ -204,6 +204,7 @@ class DeviceSteps:
             return self._refused(now, rows, how)
         for sequence in now.sequences:
             self._kv.advance(sequence, 1)
+        self._filling.landed(landed.addresses)
         if self._moves is not None:  # nothing is in flight
             moves, self._moves = self._moves, None
             self._residency.carry_out(moves)
@@ -288,7 +289,6 @@ class DeviceSteps:
                 self._residency.pass_over(rows)
             else:
                 moves = self._residency.decide(rows)
-        self._filling.landed(landed.addresses)
         if self._ahead is None:
             self._residency.carry_out(moves)
         elif moves.evicted or moves.inserted:
@@ -355,14 +355,13 @@ class DeviceSteps:
         self._run_body(len(rows))
         result = head([n for n, row in enumerate(rows) if row.wants_logits])
         self._backend.wait()
-        moves = Moves([], [])
+        was_complete = self._arena.is_complete
+        self._filling.find(is_counted=True)
         if self._arena.usable_slots:
-            if self._arena.is_complete:
+            if was_complete:
                 self._residency.pass_over(len(rows))
             else:
-                moves = self._residency.decide(len(rows))
-        self._filling.find()
-        self._residency.carry_out(moves)
+                self._residency.after(len(rows))
         if self._trace is not None:  # behind all that may fail: a step that is repeated counts once
             self._trace.append(self.chosen(len(rows)))
         for sequence, cells in new.items():

@@ -39,6 +39,7 @@ class Residency:
         self.filled = 0
         self.missed_bytes = 0
         self._device_fills = device_fills
+        self._came = np.zeros(arena.use.shape, bool)  # since `decide` was asked last
         self._blob_bytes = np.array(layout.blob_bytes, np.int64)
         self._arena = arena
         self._say = say
@@ -63,7 +64,9 @@ class Residency:
         evicted: list[tuple[int, int]] = []
         inserted: list[tuple[int, int]] = []
         in_slots = arena.expert_tier == Tier.SLOT
-        self.missed_bytes += int(np.where(in_slots, 0, used).sum(axis=1) @ self._blob_bytes)
+        missed = np.where(in_slots & ~self._came, 0, used)  # nobody left whom the step used
+        self._came = np.zeros_like(in_slots)
+        self.missed_bytes += int(missed.sum(axis=1) @ self._blob_bytes)
         for layers, policy in zip(self._layers, self._policies, strict=True):
             resident, slots = in_slots[layers], self._slots(layers)
             is_full = slots <= np.count_nonzero(resident)
@@ -103,8 +106,13 @@ class Residency:
             found.gain[layers], found.heat[layers] = policy.worth()
         return found
 
-    def note_filled(self, came: Mask) -> None:
-        """Count experts (layers, experts) that a device has brought to slots itself."""
+    def note_filled(self, came: Mask, *, is_counted: bool) -> None:
+        """Count experts (layers, experts) that a device has brought to slots itself.
+
+        is_counted   `decide` will hear of the step that did it
+        """
+        if is_counted:
+            self._came |= came
         self.filled += int(np.count_nonzero(came))
         self._count(came)
 
