@@ -19,6 +19,8 @@ from strata_nb.addresses import memory_view
 from strata_nb.backend import open_backend
 from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
+from strata_nb.formats import tensor_bytes
+from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.reference import Floats
 from strata_nb.models.places import Buffers
 from strata_nb.sampling import Choice, uniform
@@ -150,7 +152,7 @@ def test_the_host_knows_which_experts_the_card_has_brought(
 
 
 def check_slots(model: DeviceModel) -> None:
-    """Compare the card's table with the host's, and slots with what they are said to hold."""
+    """Compare the card's table with the host's, and matrices in slots with those at home."""
     arena, backend = model.arena, model._backend
     assert model._filling_places is not None
     table = np.empty(arena.use.shape, np.int64)
@@ -158,11 +160,27 @@ def check_slots(model: DeviceModel) -> None:
     assert np.array_equal(table, arena.expert_address)
     resident = np.argwhere(table != arena.homes)
     assert len(resident) == arena.resident > 0
+    parts = list(parts_of_layers(model))
     for layer, expert in resident:
-        size = arena.layout.blob_bytes[layer]
-        found = np.empty(size, np.uint8)
-        backend.fetch(int(table[layer, expert]), found)
-        assert np.array_equal(found, memory_view(int(arena.homes[layer, expert]), size))
+        for offset, size in parts[layer]:
+            found, home = np.empty(size, np.uint8), int(arena.homes[layer, expert])
+            backend.fetch(int(table[layer, expert]) + offset, found)
+            assert np.array_equal(found, memory_view(home + offset, size))
+
+
+def parts_of_layers(model: DeviceModel) -> Iterator[list[tuple[int, int]]]:
+    """Yield offset and bytes of gate, up and down in the blobs of each layer."""
+    found = []
+    for one in model._programs.body:
+        if one.kernel in ("expert_gate_up", "expert_down"):
+            given = arguments_of(one)
+            kinds = one.variant if isinstance(one.variant, tuple) else (one.variant,)
+            offsets = [given[name] for name in given if name.endswith("_offset")]
+            for offset, kind in zip(offsets, kinds, strict=True):
+                found.append((offset, tensor_bytes(kind, (given["outputs"], given["values"]))))
+        if one.kernel == "expert_down":
+            yield found
+            found = []
 
 
 @pytest.mark.parametrize("cache_type", ["f32", "int8"])

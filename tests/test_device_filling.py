@@ -1,4 +1,4 @@
-"""A device that gives missed experts slots itself: tokens stay, and the host knows where all are."""
+"""A device that gives missed experts slots: tokens stay, and the host knows where they are."""
 
 from __future__ import annotations
 
