@@ -25,7 +25,8 @@ from strata_nb.cache.experts import ExpertArena
 from strata_nb.cache.filling import new_plans, write_plans
 from strata_nb.cache.residency import Residency
 from strata_nb.errors import StrataError
-from strata_nb.fill_plans import plan_type
+from strata_nb.fill_plans import MOST_OFFERED, plan_type
+from strata_nb.interrupts import interrupts_later
 
 Sent = tuple[int, npt.NDArray[np.uint8]]  # address, and what is sent there
 
@@ -69,7 +70,7 @@ class DeviceFilling:
         if places is not None:
             backend.send(places.homes, arena.homes)
             backend.send(places.seen, np.zeros(arena.use.shape, np.int64))
-            backend.send(*self._silent(places))
+            self.silence()
 
     @property
     def most_sent(self) -> int:
@@ -94,13 +95,14 @@ class DeviceFilling:
         self._window += 1
         if not arena.usable_slots or arena.is_complete:
             self._offered.append(set())
-            return None if self._is_silent else self._silent(self._places)
+            was_silent, self._is_silent = self._is_silent, True
+            return None if was_silent else (self._places.plan, self._silence.view(np.uint8))
         passed = set().union(*self._offered)
         gain, heat = self._residency.worth()
         resident = arena.expert_address != arena.homes
         write_plans(self._plans, self._window, arena.free_slots(passed), resident, gain, heat)
-        offered = [plan["slots"][: plan["offered"]] for plan in self._plans]
-        self._offered.append(set(np.concatenate(offered).tolist()))
+        is_offered = np.arange(MOST_OFFERED) < self._plans["offered"][:, None]
+        self._offered.append(set(self._plans["slots"][is_offered].tolist()))
         self._is_silent = False
         return self._places.plan, self._plans.view(np.uint8)
 
@@ -129,19 +131,23 @@ class DeviceFilling:
 
     def lose(self) -> None:
         """Let all experts be at home, because a window failed and nobody knows what it wrote."""
+        self._is_silent = False  # a plan that was to be sent may not have been
         if self._offered:
             self._arena.forget()
             self._offered.clear()
 
+    def find_after_failure(self) -> None:
+        """Fetch what all windows left, of which none runs, and which may not all have begun."""
+        self._is_silent = False
+        self.find()
+
     def silence(self) -> None:
         """Let nobody come in runs that are no windows, such as those that measure."""
         if self._places is not None and not self._is_silent:
-            self._backend.send(*self._silent(self._places))
-
-    def _silent(self, places: FillingPlaces) -> Sent:
-        self._is_silent = True
-        return places.plan, self._silence.view(np.uint8)
+            self._backend.send(self._places.plan, self._silence.view(np.uint8))
+            self._is_silent = True
 
     def _adopt(self, addresses: npt.NDArray[np.int64], *, is_counted: bool) -> None:
-        came = self._arena.adopt(addresses.reshape(self._arena.use.shape))
-        self._residency.note_filled(came, is_counted=is_counted)
+        with interrupts_later():
+            came = self._arena.adopt(addresses.reshape(self._arena.use.shape))
+            self._residency.note_filled(came, is_counted=is_counted)

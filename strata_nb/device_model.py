@@ -424,6 +424,7 @@ class DeviceModel:
             resident=arena.resident,
             hits=hits,
             misses=misses,
+            filled=arena.filled,
         )
 
     def _tell(self, kind: str, **fields: object) -> None:
@@ -489,7 +490,17 @@ class DeviceModel:
         )
         hits, misses = self.arena.tally.tolist()
         moved = self._residency
-        return ModelReport((device,), hits, misses, moved.inserted, moved.inserted_bytes)
+        has_link = not self._backend.of_host
+        return ModelReport(
+            (device,),
+            hits,
+            misses,
+            moved.inserted,
+            moved.inserted_bytes,
+            self.arena.filled,
+            moved.missed_bytes + moved.copied_bytes if has_link else 0,
+            moved.rows if has_link else 0,
+        )
 
     def look(self) -> Look:
         """Look at the device's chunks as they are now."""

@@ -390,7 +390,7 @@ class DeviceSteps:
         try:
             self._backend.wait()  # what was begun may still use what is moved or freed next
             self._has_flown = False
-            self._filling.find()
+            self._filling.find_after_failure()
         except StrataError:  # what failed first is what is told
             self._filling.lose()
         for sequence, length in before.items():

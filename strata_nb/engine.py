@@ -51,7 +51,10 @@ class Report:
     slots, resident   expert slots of all devices, and how many hold an expert
     hit_rate          share of the choices of experts that found a slot; None before the first
                       choice, and where there are no slots
-    inserted, inserted_bytes   experts that were copied to slots since the start, and their bytes
+    hits, misses      choices of experts that found a slot, and that did not
+    inserted, inserted_bytes   experts that came to slots since the start, and their bytes
+    filled            how many of them a card brought itself, in the window that missed them
+    link_bytes_a_token   of experts that crossed the link to a card, for each; None without one
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the devices' memory
     """
@@ -60,8 +63,12 @@ class Report:
     slots: int
     resident: int
     hit_rate: float | None
+    hits: int
+    misses: int
     inserted: int
     inserted_bytes: int
+    filled: int
+    link_bytes_a_token: float | None
     kv_cells: int
     bytes_by_owner: dict[str, int]
 
@@ -292,8 +299,12 @@ class Engine:
             slots,
             sum(device.resident for device in report.devices),
             report.hits / choices if choices and slots else None,
+            report.hits,
+            report.misses,
             report.inserted,
             report.inserted_bytes,
+            report.filled,
+            report.link_bytes / report.link_rows if report.link_rows else None,
             sum(device.kv_cells for device in report.devices),
             owners,
         )

@@ -75,7 +75,11 @@ class ModelReport(NamedTuple):
 
     hits     choices of an expert that found it in a slot
     misses   choices that found it in host memory
-    inserted, inserted_bytes   experts that were copied to slots since the start, and their bytes
+    inserted, inserted_bytes   experts that came to slots since the start, and their bytes
+    filled   how many of them a device brought itself, in the window that missed them
+    link_bytes   that crossed the link to a device of its own memory: of misses, each once, and of
+             experts that the host copied to slots
+    link_rows    tokens that they were for
     """
 
     devices: tuple[DeviceReport, ...]
@@ -83,6 +87,9 @@ class ModelReport(NamedTuple):
     misses: int
     inserted: int
     inserted_bytes: int
+    filled: int = 0
+    link_bytes: int = 0
+    link_rows: int = 0
 
 
 class StepModel(Protocol):

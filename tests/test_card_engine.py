@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_world import SHAPE, load, random_tokens, read, read_in, same_bits
+from filling_backend import layers_of
 from gpu_card import Card
 from make_model import make_model
 
@@ -19,8 +20,6 @@ from strata_nb.addresses import memory_view
 from strata_nb.backend import open_backend
 from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
-from strata_nb.formats import tensor_bytes
-from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.reference import Floats
 from strata_nb.models.places import Buffers
 from strata_nb.sampling import Choice, uniform
@@ -146,7 +145,7 @@ def test_the_host_knows_which_experts_the_card_has_brought(
     with on_card(model_file, expert_cache=str(int(share * EXPERTS))) as model:
         assert texts(model) == expected
         report = model.report()
-        assert model._residency.filled == report.inserted > model.arena.usable_slots
+        assert model.arena.filled == report.inserted > model.arena.usable_slots
         assert report.hits > 0
         check_slots(model)
 
@@ -160,27 +159,12 @@ def check_slots(model: DeviceModel) -> None:
     assert np.array_equal(table, arena.expert_address)
     resident = np.argwhere(table != arena.homes)
     assert len(resident) == arena.resident > 0
-    parts = list(parts_of_layers(model))
+    parts = [of_layer for _, of_layer in layers_of(model._programs.body)]
     for layer, expert in resident:
         for offset, size in parts[layer]:
             found, home = np.empty(size, np.uint8), int(arena.homes[layer, expert])
             backend.fetch(int(table[layer, expert]) + offset, found)
             assert np.array_equal(found, memory_view(home + offset, size))
-
-
-def parts_of_layers(model: DeviceModel) -> Iterator[list[tuple[int, int]]]:
-    """Yield offset and bytes of gate, up and down in the blobs of each layer."""
-    found = []
-    for one in model._programs.body:
-        if one.kernel in ("expert_gate_up", "expert_down"):
-            given = arguments_of(one)
-            kinds = one.variant if isinstance(one.variant, tuple) else (one.variant,)
-            offsets = [given[name] for name in given if name.endswith("_offset")]
-            for offset, kind in zip(offsets, kinds, strict=True):
-                found.append((offset, tensor_bytes(kind, (given["outputs"], given["values"]))))
-        if one.kernel == "expert_down":
-            yield found
-            found = []
 
 
 @pytest.mark.parametrize("cache_type", ["f32", "int8"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from filling_backend import FillingBackend
+from filling_backend import FillingBackend, layers_of
 from test_launch_ahead import Interrupted, begun, engine_of, model_of, nothing_ahead, write
 
 from strata_nb import Engine, Sampling
@@ -25,9 +25,8 @@ def filling(path: Path, **options: Any) -> Iterator[Engine]:
     """Open a model on a device that fills; in the end the host must know what it did."""
     options = {"expert_cache": "40%", **options}
     with engine_of(path, opens=FillingBackend, **options) as engine:
-        device_of(engine).blob_bytes = model_of(engine).arena.layout.blob_bytes
         yield engine
-        check(engine)
+        check_tables(engine)
 
 
 def device_of(engine: Engine) -> FillingBackend:
@@ -36,7 +35,7 @@ def device_of(engine: Engine) -> FillingBackend:
     return device
 
 
-def check(engine: Engine) -> None:
+def check_tables(engine: Engine) -> None:
     """Compare what the host knows with the device's tables and with what is in the slots."""
     model = model_of(engine)
     model.report()
@@ -47,10 +46,11 @@ def check(engine: Engine) -> None:
     model._backend.fetch(places.addresses, table)
     if model._steps._counts.use.array.any():
         assert np.array_equal(table, arena.expert_address)
+    parts = [of_layer for _, of_layer in layers_of(model._programs.body)]
     for layer, expert in np.argwhere(arena.expert_address != arena.homes):
-        size = arena.layout.blob_bytes[layer]
         slot, home = int(arena.expert_address[layer, expert]), int(arena.homes[layer, expert])
-        assert np.array_equal(memory_view(slot, size), memory_view(home, size))
+        for at, size in parts[layer]:
+            assert np.array_equal(memory_view(slot + at, size), memory_view(home + at, size))
     model.ledger.check_integrity()
 
 
@@ -70,11 +70,11 @@ def test_tokens_are_the_same_however_many_slots_there_are(
             patch.setattr("strata_nb.session.Generation._can_go_ahead", lambda _: False)
         assert write(begun(engine), LENGTH) == expected
         report = model_of(engine).report()
-        residency = model_of(engine)._residency
-        assert residency.filled == device_of(engine).came == report.inserted
+        residency, arena = model_of(engine)._residency, model_of(engine).arena
+        assert arena.filled == device_of(engine).came == report.inserted
         if cache in ("40%", "6"):
             assert report.hits > 0 < report.misses
-            assert residency.filled > model_of(engine).arena.usable_slots  # slots were used again
+            assert arena.filled > arena.usable_slots  # slots were used again
         assert residency.missed_bytes >= residency.inserted_bytes
 
 
@@ -85,7 +85,7 @@ def test_policies_that_keep_what_they_have_fill_free_slots_only(
         with filling(small, adapt=adapt) as engine:
             assert write(begun(engine), LENGTH) == expected
             slots = model_of(engine).arena.usable_slots
-            assert model_of(engine)._residency.filled == slots
+            assert model_of(engine).arena.filled == slots
             assert (model_of(engine).report().inserted > slots) == (adapt == "swap")
 
 
@@ -148,7 +148,7 @@ def test_after_an_interrupt_the_host_knows_what_windows_have_done(
                     patch.setattr(device, name, interrupt)
                     with pytest.raises(KeyboardInterrupt):
                         ids.extend(token.id for token in generation)
-                check(engine)
+                check_tables(engine)
                 assert ids + [token.id for token in generation] == expected
 
 

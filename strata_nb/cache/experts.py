@@ -60,6 +60,8 @@ class ExpertArena:
     use       int64 (layers, experts): how often each was chosen
     prior     float64 (layers, experts), 0 to less than 1: an order among those used equally often
     tally     int64 (2,): choices that found a slot (hits), and that did not (misses)
+    filled    how many experts the device has brought to slots itself, in the window that missed
+              them (`filling.py`)
 
     A slot is free, or holds one expert, or is *draining*: its expert left, and work that began
     before may still read it. The caller says when that has ended (`reclaim`); before, nothing is
@@ -86,6 +88,7 @@ class ExpertArena:
         self.use = np.zeros(host.offsets.shape, np.int64)
         self.prior = np.zeros(host.offsets.shape)
         self.tally = np.zeros(2, np.int64)
+        self.filled = 0
         self.usable_slots = 0
         self._complete = -1, False  # as of so many changes of the tiers
         self._host = host
@@ -299,10 +302,13 @@ class ExpertArena:
     def free_slots(self, passed: Collection[int] = ()) -> list[npt.NDArray[np.int64]]:
         """Return addresses of free slots for each layer, none of those in `passed`.
 
-        A slot is for the layer that it has its size from, and so for one layer only.
+        A slot is for the layer that it has its size from, and so for one layer only. No layer at
+        all where none is free.
         """
+        if not any(self._free):
+            return []
         slots = np.array(sorted(slot for free in self._free for slot in free), np.int64)
-        addresses, layers = self._places[slots], slots % max(1, self.layout.layers)
+        addresses, layers = self._places[slots], slots % self.layout.layers
         if passed:
             kept = ~np.isin(addresses, list(passed))
             addresses, layers = addresses[kept], layers[kept]
@@ -317,35 +323,49 @@ class ExpertArena:
         Raises RuleViolation for an address that is neither an expert's home nor a slot to use, or
         that two experts have; nothing has changed then.
         """
-        resident = addresses != self._in_place
-        if np.array_equal(addresses, self.expert_address):
-            return np.zeros_like(resident)
-        numbers, named = np.flatnonzero(resident), addresses[resident]
-        slots = np.minimum(np.searchsorted(self._places, named), len(self._places) - 1)
-        owner, before = np.full_like(self._owner, NOBODY), self._owner.copy()
-        owner[slots] = numbers
-        wrong = (self._places[slots] != named) | (owner[slots] != numbers)
-        wrong |= (slots >= self.usable_slots) | np.isin(slots, list(self._draining))
-        if wrong.any():
-            wrong_ones = [f"{address:#x}" for address in named[wrong].tolist()]
-            raise RuleViolation(16, f"a device named slots that are not to be used: {wrong_ones}")
-        idle = np.flatnonzero(owner[: self.usable_slots] == NOBODY)
-        idle = idle[~np.isin(idle, list(self._draining))]
-        classes = np.array(self.layout.class_of_layer)[idle % self.layout.layers]
-        self._owner[:] = owner
-        self._free = [idle[classes == one].tolist() for one in range(len(self.layout.classes))]
+        came = np.zeros(addresses.shape, bool)
+        numbers = np.flatnonzero(addresses != self.expert_address)
+        if not len(numbers):
+            return came
+        old, new, homes = (
+            table.ravel()[numbers] for table in (self.expert_address, addresses, self._in_place)
+        )
+        coming = new != homes
+        left = np.searchsorted(self._places, old[old != homes]).tolist()
+        slots = np.searchsorted(self._places, new[coming]).tolist()
+        named = [slot for slot in slots if self._may_take(slot, left)]
+        if len(set(named)) < len(slots) or np.any(self._places[named] != new[coming]):
+            wrong = [f"{address:#x}" for address in new[coming].tolist()]
+            raise RuleViolation(16, f"a device named slots, of which some cannot be used: {wrong}")
+        before = self._owner[left].tolist()
+        self._owner[left] = NOBODY
+        self._owner[named] = numbers[coming]
+        self._set_free(set(left), set(named))
         self._complete = -1, False
-        self.addresses.receive()[...] = addresses
-        self.tiers.receive()[...] = np.where(resident, Tier.SLOT, Tier.IN_PLACE)
-        changed = np.flatnonzero(before != owner).tolist()
-        for kind, of in (("evict", before), ("fill", owner)):
-            for slot in changed:
-                if of[slot] != NOBODY:
-                    layer, expert = divmod(int(of[slot]), self.layout.experts)
-                    self._tell(kind, layer, expert, slot, by="kernel")
-        came = np.zeros(resident.size, bool)
-        came[owner[changed][owner[changed] != NOBODY]] = True
-        return came.reshape(resident.shape)
+        self.addresses.receive().ravel()[numbers] = new
+        self.tiers.receive().ravel()[numbers] = np.where(coming, Tier.SLOT, Tier.IN_PLACE)
+        moved = [("evict", *one) for one in zip(before, left, strict=True)]
+        moved += [("fill", *one) for one in zip(numbers[coming].tolist(), named, strict=True)]
+        for kind, number, slot in moved:
+            layer, expert = divmod(number, self.layout.experts)
+            self._tell(kind, layer, expert, slot, by="kernel")
+        self.filled += len(named)
+        came.ravel()[numbers[coming]] = True
+        return came
+
+    def _may_take(self, slot: int, left: Collection[int]) -> bool:
+        """Return whether an expert may come to a slot, once experts have left some."""
+        is_usable = slot < self.usable_slots and slot not in self._draining
+        return is_usable and (self._owner[slot] == NOBODY or slot in left)
+
+    def _set_free(self, left: set[int], taken: set[int]) -> None:
+        """Note that experts left slots, and then others took some."""
+        for slot in left - taken:
+            heapq.heappush(self._free[self.layout.class_of_slot(slot)], slot)
+        if taken - left:
+            self._free = [[slot for slot in free if slot not in taken] for free in self._free]
+            for free in self._free:
+                heapq.heapify(free)
 
     def forget(self) -> None:
         """Let every expert be read in host memory: nobody knows what is in the slots."""

@@ -46,18 +46,20 @@ def write_plans(
 ) -> None:
     """Write the plans of a window.
 
-    free       addresses of slots of each layer that nobody has, and that no window in flight was
-               offered; more than there is room for are passed over
+    free       of each layer, addresses of slots that nobody has, and that no window in flight was
+               offered; more than there is room for are passed over. Of no layer: none is free
     resident, gain, heat   (layers, experts); an infinite heat: nothing comes in its place
     """
     plans["window"] = window
-    for plan, slots in zip(plans, free, strict=True):
+    plans["offered"] = 0
+    for layer, slots in enumerate(free):
         offered = slots[:MOST_OFFERED]
-        plan["offered"] = len(offered)
-        plan["slots"][: len(offered)] = offered
+        plans["offered"][layer] = len(offered)
+        plans["slots"][layer, : len(offered)] = offered
     plans["gain"], plans["heat"] = gain, heat
     may_leave = resident & np.isfinite(heat)
-    order = np.argsort(np.where(may_leave, heat, np.inf), axis=1, kind="stable")
+    heats = np.where(may_leave, plans["heat"], np.float32(np.inf))
+    order = np.argsort(heats, axis=1, kind="stable")
     places = np.empty(order.shape, np.int32)
     np.put_along_axis(places, order, np.arange(order.shape[1], dtype=np.int32)[None], axis=1)
     plans["order"] = np.where(may_leave & (places < MOST_LISTED), places, NOT_LISTED)

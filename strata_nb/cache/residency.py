@@ -16,8 +16,9 @@ class Residency:
     """Move experts in and out of an arena, with a policy for each of its size classes.
 
     inserted, inserted_bytes   experts that came to slots since the start, and their bytes
-    filled   how many of those a device brought itself, in the window that missed them
-    missed_bytes   of experts that steps used and that had no slot when they began
+    missed_bytes   of experts that steps used and that had no slot when they began, once a choice
+    copied_bytes   of experts that were copied to slots by the host, between steps
+    rows           tokens of those steps
     """
 
     def __init__(
@@ -36,8 +37,7 @@ class Residency:
         layout = arena.layout
         self.inserted = 0
         self.inserted_bytes = 0
-        self.filled = 0
-        self.missed_bytes = 0
+        self.missed_bytes = self.copied_bytes = self.rows = 0
         self._device_fills = device_fills
         self._came = np.zeros(arena.use.shape, bool)  # since `decide` was asked last
         self._blob_bytes = np.array(layout.blob_bytes, np.int64)
@@ -113,7 +113,6 @@ class Residency:
         """
         if is_counted:
             self._came |= came
-        self.filled += int(np.count_nonzero(came))
         self._count(came)
 
     def heat(self) -> Heat:
@@ -134,6 +133,7 @@ class Residency:
     def _news(self, rows: int) -> tuple[npt.NDArray[np.int64], int]:
         """Return the use that policies have not heard of, and of how many tokens it is."""
         rows += self._unseen_rows
+        self.rows += rows
         self._unseen_rows = 0
         used = self._arena.use - self._counted
         self._counted += used
@@ -154,12 +154,15 @@ class Residency:
             self._failing = True
             return
         self._failing = False
-        self._count((arena.expert_tier == Tier.SLOT) & ~before)
+        self.copied_bytes += self._count((arena.expert_tier == Tier.SLOT) & ~before)
 
-    def _count(self, came: Mask) -> None:
+    def _count(self, came: Mask) -> int:
+        """Count experts that came to slots; return their bytes."""
         each = np.count_nonzero(came, axis=1)
+        size_bytes = int(each @ self._blob_bytes)
         self.inserted += int(each.sum())
-        self.inserted_bytes += int(each @ self._blob_bytes)
+        self.inserted_bytes += size_bytes
+        return size_bytes
 
     def _slots(self, layers: npt.NDArray[np.intp]) -> int:
         """Return how many slots have the size of these layers' experts."""

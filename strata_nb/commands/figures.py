@@ -91,6 +91,10 @@ def memory_stats(report: Report) -> dict[str, object]:
         "slots": report.slots,
         "resident": report.resident,
         "hit_rate": report.hit_rate,
+        "hits": report.hits,
+        "misses": report.misses,
+        "filled": report.filled,
+        "link_bytes_a_token": report.link_bytes_a_token,
         "inserted": report.inserted,
         "inserted_bytes": report.inserted_bytes,
         "kv_cells": report.kv_cells,
@@ -143,6 +147,11 @@ def memory_text(engine: Engine, cells: int) -> str:
         hits = f"{report.hit_rate:.1%} hits with {report.resident:,} experts"
         moved = f"{report.inserted:,} inserted, {bytes_text(report.inserted_bytes)}"
         text += f" · {hits} in {report.slots:,} slots, {moved}"
+        if report.link_bytes_a_token is not None:
+            text += (
+                f", {report.filled:,} of {report.misses:,} misses kept, "
+                f"{bytes_text(round(report.link_bytes_a_token))} a token over the link"
+            )
     elif engine.description.experts:
         text += " · experts read in place"
     return " · ".join(
