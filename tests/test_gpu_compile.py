@@ -85,6 +85,8 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
     axis = None if name in CARD_KERNELS else KERNELS[name].axis
     if name == "embed":
         yield from ((kind, {}) for kind in KINDS)
+    elif name == "expert_fill":
+        yield from ((None, {"experts": experts}) for experts, _ in ROUTERS)
     elif axis == "weights" or name.startswith("expert_"):
         for kind in KINDS:
             count = 3 if lengths or kind in OF_ALL_LENGTHS else 1
@@ -103,7 +105,8 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
     elif name == "sample":
         yield from ((None, {"vocabulary": vocabulary}) for vocabulary in VOCABULARIES)
     elif name == "route":
-        yield from ((None, {"experts": experts, "top_k": top_k}) for experts, top_k in ROUTERS)
+        for (experts, top_k), decides in product(ROUTERS, (False, True)):
+            yield decides, {"experts": experts, "top_k": top_k}
     else:
         yield None, {}
 
