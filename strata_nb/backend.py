@@ -74,6 +74,8 @@ class Backend(Protocol[Prepared]):
     has_slots   whether experts are copied to the device; else they are read where the host has them
     of_host     whether the device is made of the host's memory, so that what it holds counts there
     most_rows   of one step; None: as many as there are buffers for
+    overlaps    whether kernels begin while the one in front of them ends; may be turned off before
+                programs are prepared
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
     fills       whether programs give missed experts slots (`cache/filling.py`); else the host does
     attends_in_runs   whether attention needs work space for runs of cells (`kernels/runs.py`)
@@ -91,6 +93,8 @@ class Backend(Protocol[Prepared]):
 
     @property
     def device(self) -> int: ...
+
+    overlaps: bool
 
     @property
     def has_slots(self) -> bool: ...
@@ -188,6 +192,7 @@ class HostBackend:
     of_host, most_rows, chooses_tokens, attends_in_runs = True, None, False, False
     fills = False
     outside_bytes = reserve_bytes = 0
+    overlaps = False
 
     def __init__(self, text: str, threads: int, recorder: Recorder | None = None) -> None:
         devices = parse_host_devices(text)

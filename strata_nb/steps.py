@@ -76,10 +76,9 @@ class ModelReport(NamedTuple):
     hits     choices of an expert that found it in a slot
     misses   choices that found it in host memory
     inserted, inserted_bytes   experts that came to slots since the start, and their bytes
-    filled   how many of them a device brought itself, in the window that missed them
-    link_bytes   that crossed the link to a device of its own memory: of misses, each once, and of
-             experts that the host copied to slots
-    link_rows    tokens that they were for
+    missed_bytes    of the experts that misses read
+    link_bytes      that the device took from host memory for experts: by misses, and by copies
+    filled          missed experts that a device brought to slots itself, on their way
     """
 
     devices: tuple[DeviceReport, ...]
@@ -87,9 +86,9 @@ class ModelReport(NamedTuple):
     misses: int
     inserted: int
     inserted_bytes: int
-    filled: int = 0
-    link_bytes: int = 0
-    link_rows: int = 0
+    missed_bytes: int
+    link_bytes: int
+    filled: int
 
 
 class StepModel(Protocol):
@@ -242,7 +241,7 @@ class ReferenceSteps:
             raise
 
     def report(self) -> ModelReport:
-        return ModelReport((), 0, 0, 0, 0)
+        return ModelReport((), 0, 0, 0, 0, 0, 0, 0)
 
     def close(self) -> None:
         with self._turn:

@@ -14,6 +14,7 @@ from device_world import SHAPE, load, random_tokens, read, read_in, same_bits
 from filling_backend import layers_of
 from gpu_card import Card
 from make_model import make_model
+from make_routes import make_routes
 
 from strata_nb import Engine, Options, Sampling, device_model, story_model
 from strata_nb.addresses import memory_view
@@ -104,6 +105,30 @@ def test_tokens_are_those_that_the_host_draws_from_the_logits(model_file: Path) 
         tokens = model.choose(rows, choices)
         model.rewind(sequence, 0)
         assert draw(model.step(rows), choices) == tokens
+
+
+def test_kernels_that_wait_for_each_other_give_the_same_bits(
+    model_file: Path, exact: Floats
+) -> None:
+    options = Options(model_file, "cuda", ctx_size=256, overlap=False)
+    with Engine.open(options) as engine:
+        assert same_bits(engine.logits(IDS), exact)
+
+
+def test_a_card_takes_the_routes_that_are_forced_and_comes_near_the_host(
+    model_file: Path, exact: Floats, tmp_path: Path
+) -> None:
+    routes = make_routes(layers=SHAPE.layers, experts=SHAPE.experts, top_k=SHAPE.top_k, tokens=30)
+    file, taken = tmp_path / "routes.npy", tmp_path / "taken.npy"
+    np.save(file, routes)
+    with on_card(model_file, routing_trace=taken, force_routes=file) as model:
+        found = read_in(model, IDS, 1)
+        model.save_trace(taken)
+        assert same_bits(read_in(model, IDS, 8), found)
+    assert np.array_equal(np.load(taken), np.sort(routes[np.arange(len(IDS)) % 30], axis=2))
+    with Engine.open(Options(model_file, "host", ctx_size=256, force_routes=file)) as engine:
+        expected = engine.logits(IDS)
+    assert np.abs(found - expected).max() < 0.1 * np.abs(found - exact).max()
 
 
 @pytest.mark.parametrize("share", [0.5, 0.1])

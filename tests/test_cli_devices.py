@@ -339,3 +339,14 @@ def test_a_signal_in_the_middle_of_an_answer_leaves_nothing(model: str, sent: in
 
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize("device", ["host", "reference"])
+def test_a_device_whose_kernels_never_overlap_says_so(
+    run: Console, model: str, device: str
+) -> None:
+    status, _, err = run(
+        "generate", "-m", model, "hello", *GREEDY, "--device", device, "--no-overlap"
+    )
+    assert status == 2
+    assert err.startswith(f"strata_nb: --no-overlap: the device {device} begins no kernel before")

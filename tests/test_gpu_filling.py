@@ -56,6 +56,8 @@ class Layer:
         values: dict[str, Any] = {
             "rows": aligned(np.array([rows])),
             "logits": aligned(self.rng.normal(size=(rows, self.experts)).astype(np.float32)),
+            "positions": aligned(np.zeros(rows, np.int64)),
+            "forced": 0,
             "addresses": self.addresses,
             "homes": self.homes,
             "seen": self.seen,
@@ -74,7 +76,7 @@ class Layer:
         written = ["addresses", "seen", "use", "tally", "chosen", "shares", "blobs", "sources"]
         gpu("route", values, written, variant=rows == 1, most_rows=rows)
         if rows > 1:
-            for name in ("logits", "use", "tally", "shares", "renormalise"):
+            for name in ("logits", "positions", "forced", "use", "tally", "shares", "renormalise"):
                 del values[name]
             gpu("expert_fill", values, ["addresses", "blobs", "sources"], most_rows=rows)
         chosen = values["chosen"]

@@ -16,9 +16,7 @@ class Residency:
     """Move experts in and out of an arena, with a policy for each of its size classes.
 
     inserted, inserted_bytes   experts that came to slots since the start, and their bytes
-    missed_bytes   of experts that steps used and that had no slot when they began, once a choice
     copied_bytes   of experts that were copied to slots by the host, between steps
-    rows           tokens of those steps
     """
 
     def __init__(
@@ -37,11 +35,12 @@ class Residency:
         layout = arena.layout
         self.inserted = 0
         self.inserted_bytes = 0
-        self.missed_bytes = self.copied_bytes = self.rows = 0
+        self.copied_bytes = self._missed_bytes = 0
         self._device_fills = device_fills
         self._came = np.zeros(arena.use.shape, bool)  # since `decide` was asked last
         self._blob_bytes = np.array(layout.blob_bytes, np.int64)
         self._arena = arena
+        self._make = make
         self._say = say
         self._failing = False  # since the last copy: then it was said
         self._counted = arena.use.copy()  # the use that policies know of
@@ -64,9 +63,8 @@ class Residency:
         evicted: list[tuple[int, int]] = []
         inserted: list[tuple[int, int]] = []
         in_slots = arena.expert_tier == Tier.SLOT
-        missed = np.where(in_slots & ~self._came, 0, used)  # nobody left whom the step used
+        self._missed_bytes += self._bytes_of_missed(used)
         self._came = np.zeros_like(in_slots)
-        self.missed_bytes += int(missed.sum(axis=1) @ self._blob_bytes)
         for layers, policy in zip(self._layers, self._policies, strict=True):
             resident, slots = in_slots[layers], self._slots(layers)
             is_full = slots <= np.count_nonzero(resident)
@@ -91,6 +89,17 @@ class Residency:
         if moves.inserted:
             self._insert(moves.inserted)
 
+    def forget(self) -> None:
+        """Empty every slot, and let policies begin as with no profile; no work may be running."""
+        arena = self._arena
+        for layer, expert in np.argwhere(arena.expert_tier == Tier.SLOT).tolist():
+            arena.evict(layer, expert)
+        arena.reclaim()
+        self._counted, self._unseen_rows = arena.use.copy(), 0
+        self._came[:] = False
+        unranked = np.full(arena.use.shape, -1, np.int32)
+        self._policies = [self._make(unranked[layers]) for layers in self._layers]
+
     def pass_over(self, rows: int) -> None:
         """Note a step of which policies need not know yet: every expert has a slot.
 
@@ -98,6 +107,21 @@ class Residency:
         behind until then.
         """
         self._unseen_rows += rows
+
+    @property
+    def missed_bytes(self) -> int:
+        """Bytes of experts that steps used and that had no slot when they began, for each choice.
+
+        Policies are told nothing of steps while there are no slots, or one for each expert.
+        """
+        return self._missed_bytes + self._bytes_of_missed(self._arena.use - self._counted)
+
+    def _bytes_of_missed(self, used: npt.NDArray[np.int64]) -> int:
+        """Return the bytes of experts that the last step used and missed; nobody left whom it
+        used."""
+        in_slots = self._arena.expert_tier == Tier.SLOT
+        missed = np.where(in_slots & ~self._came, 0, used)
+        return int(missed.sum(axis=1) @ self._blob_bytes)
 
     def worth(self) -> Worth:
         """Return what experts (layers, experts) are worth to a device that brings misses itself."""
@@ -133,7 +157,6 @@ class Residency:
     def _news(self, rows: int) -> tuple[npt.NDArray[np.int64], int]:
         """Return the use that policies have not heard of, and of how many tokens it is."""
         rows += self._unseen_rows
-        self.rows += rows
         self._unseen_rows = 0
         used = self._arena.use - self._counted
         self._counted += used

@@ -78,6 +78,8 @@ class Figures:
             "decode_tps": self.decode_tps,
             "finish": self.finish,
             "seed": self.seed,
+            "link_bytes_per_token": report.link_bytes
+            / max(1, self.prompt_tokens + self.generated_tokens),
             **memory_stats(report),
         }
 
@@ -94,7 +96,8 @@ def memory_stats(report: Report) -> dict[str, object]:
         "hits": report.hits,
         "misses": report.misses,
         "filled": report.filled,
-        "link_bytes_a_token": report.link_bytes_a_token,
+        "missed_bytes": report.missed_bytes,
+        "link_bytes": report.link_bytes,
         "inserted": report.inserted,
         "inserted_bytes": report.inserted_bytes,
         "kv_cells": report.kv_cells,
@@ -147,10 +150,10 @@ def memory_text(engine: Engine, cells: int) -> str:
         hits = f"{report.hit_rate:.1%} hits with {report.resident:,} experts"
         moved = f"{report.inserted:,} inserted, {bytes_text(report.inserted_bytes)}"
         text += f" · {hits} in {report.slots:,} slots, {moved}"
-        if report.link_bytes_a_token is not None:
+        if report.filled:
             text += (
                 f", {report.filled:,} of {report.misses:,} misses kept, "
-                f"{bytes_text(round(report.link_bytes_a_token))} a token over the link"
+                f"{bytes_text(report.link_bytes)} over the link"
             )
     elif engine.description.experts:
         text += " · experts read in place"

@@ -99,7 +99,12 @@ _KERNELS = (
     # chosen int64 (rows, top_k) in ascending order of number, shares float32 (rows, top_k): the
     # softmax over all experts, divided by the sum of the chosen where `renormalise` is 1.
     # A row with a logit that is NaN chooses as if that were -infinity, and has shares NaN.
-    _kernel("router_top_k", "*rows *logits *chosen *shares experts top_k renormalise"),
+    # forced int16 (context, top_k), different numbers in each line, or 0: where it is given, row
+    # chooses what line positions[row] says, whatever its logits are; shares as above.
+    _kernel(
+        "router_top_k",
+        "*rows *logits *positions *forced *chosen *shares experts top_k renormalise",
+    ),
     # Sort the choices by expert: starts int64 (experts + 1,), members int64 (rows * top_k,): the
     # choices row * top_k + place of expert e are members[starts[e] : starts[e + 1]], ascending;
     # places (rows * top_k,) is the inverse, where a choice stands in members. Counts them too:

@@ -281,6 +281,8 @@ class Emitter:
             {
                 **counts,
                 "logits": logits,
+                "positions": self._record.positions,
+                "forced": self._places.experts[layer].forced,
                 "chosen": chosen,
                 "shares": self._buffer("shares", _FLOAT * choices),
                 "renormalise": int(renormalise),

@@ -45,6 +45,8 @@ class ExpertPlaces(NamedTuple):
 
     addresses, tier, use   of int64, uint8 and int64 (experts,)
     tally                  of int64 (2,): hits and misses, of all layers
+    forced                 of int16 (context, top_k): the experts that each position uses, whatever
+                           the router says; 0: what it says
     parts                  by the names of `EXPERT_PARTS`
     homes, seen, plan      of int64 (experts,) twice and a record of `fill_plans.py`, where
                            programs give experts slots; else 0
@@ -54,6 +56,7 @@ class ExpertPlaces(NamedTuple):
     tier: int
     use: int
     tally: int
+    forced: int
     parts: Mapping[str, ExpertPart]
     homes: int = 0
     seen: int = 0

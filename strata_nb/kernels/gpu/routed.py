@@ -58,8 +58,8 @@ def _kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> Card
 
 CARD_KERNELS = {
     "route": _kernel(
-        "*rows *logits *addresses *homes *seen *plan *use *tally *chosen *shares *blobs *sources "
-        "experts top_k renormalise",
+        "*rows *logits *positions *forced *addresses *homes *seen *plan *use *tally *chosen "
+        "*shares *blobs *sources experts top_k renormalise",
         lambda decides, given: route_kernel(
             given["experts"], given["top_k"], decides=bool(decides)
         ),

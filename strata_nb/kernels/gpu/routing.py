@@ -49,6 +49,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     i64,
     load_f32,
     load_i64,
+    load_u16,
     shared_load_4xf32,
     shared_load_f32,
     shared_load_i32,
@@ -71,9 +72,9 @@ _MOST_EXPERTS = 1024  # threads of a block
 _MOST_CHOICES = 64
 _INFINITY = math.inf
 
-# Shared memory: the sums of `block_sum`; numbers of the chosen, best first; what the chosen raise,
-# by ascending number; the largest logit; what `filling.py` needs: the gains of the chosen, best
-# first, who may leave, and whether somebody comes; the logit of every expert, and of none up to
+# Shared memory: the sums of `block_sum`; numbers of the chosen; what the chosen raise,
+# by ascending number; the largest logit; what `filling.py` needs: the gains of the chosen,
+# who may leave, and whether somebody comes; the logit of every expert, and of none up to
 # whole warps.
 _NUMBERS = 4 * WARP
 _RAISED = _NUMBERS + 4 * _MOST_CHOICES
@@ -120,6 +121,23 @@ def _counted(found: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return i32(found + (1 if a else 0) + (1 if b else 0) + (1 if c else 0) + (1 if d else 0))
 
 
+def chosen_ids(rank: Any, expert: Any, forced: Any, position: int, top_k: Any) -> Any:
+    """Return the place of an expert among the chosen, or top_k or more: it is none of them.
+
+    rank       how many experts come before it
+    forced     of the table: what a row at a position chooses in place of the best; 0: the best
+    position   address of the row's
+    """
+    if forced == 0:
+        return rank
+    line = forced + 2 * top_k * load_i64(position)
+    found, place = i64(top_k), i64(0)
+    while place < top_k:
+        found = place if i64(load_u16(line + 2 * place)) == expert else found
+        place += 1
+    return found
+
+
 def _place_by_number(number: Any, top_k: Any) -> Any:
     """Return how many of the chosen have a lower number."""
     place, other = i64(0), i64(0)
@@ -153,6 +171,8 @@ def _route(decides: bool) -> Function:
     def route(
         rows: int,
         logits: int,
+        positions: int,
+        forced: int,
         addresses: int,
         homes: int,
         seen: int,
@@ -189,13 +209,14 @@ def _route(decides: bool) -> Function:
         shared_store_f32(_LOGITS + 4 * thread, ranked)
         barrier()
         rank = i64(_before(thread, ranked, experts + WARP - 1 & -WARP)) if is_expert else top_k
+        if rank == 0:
+            shared_store_f32(_MOST, ranked)
+            shared_store_i32(_COMING, i32(0))
+        rank = chosen_ids(rank, thread, forced, positions + 8 * row, top_k)
         is_chosen = rank < top_k
         if is_chosen:
             shared_store_i32(_NUMBERS + 4 * rank, i32(thread))
             store_i64(seen + 8 * thread, window)
-            if rank == 0:
-                shared_store_f32(_MOST, ranked)
-                shared_store_i32(_COMING, i32(0))
         if decides:
             if is_chosen:
                 shared_store_f32(_GAINS + 4 * rank, gain)
