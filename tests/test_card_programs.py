@@ -202,6 +202,8 @@ def test_growth_and_giving_are_measured(run: Programs, small: str) -> None:
     found = run(card_memory, small, "--device=host:1x64MiB", *words)
     assert found["same_tokens"]
     assert found["grown"]["growths"][0] > 0 == found["whole"]["growths"][0]
+    assert found["grown"]["beside_ms"]["n"] == 1
+    assert found["grown"]["beside_ms"]["median"] > found["whole"]["beside_ms"]["median"] == 0
     memory = found["memory"]
     assert memory["same_tokens"]
     assert memory["all_came_back"]
