@@ -47,7 +47,7 @@ class Memory:
         self._kept = (*written, *read)
 
     def check(self, address: int, size: int, use: str) -> None:
-        """Raise KernelFault unless memory may be used so: "load", "fetch" or "store"."""
+        """Raise KernelFault unless memory may be used so: "load", "fetch", "store", "prefetch"."""
         number = bisect_right(self._starts, address) - 1
         start, length, writable = self._blocks[number] if number >= 0 else (0, 0, False)
         if number < 0 or address + size > start + length:
@@ -307,9 +307,20 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
             if address % 16 or size % 16 or size <= 0:
                 raise KernelFault(f"a prefetch of {size} bytes at {address:#x}: not in sixteens")
             for place in (address, address + size - 16):
-                memory.check(place, 16, "load")  # old bytes do no harm: nothing reads them
+                memory.check(place, 16, "prefetch")  # old bytes do no harm: nothing reads them
 
         return prefetch
+    if name == "arrive":
+        load, store = (_access(f"{word}_i32", own, memory) for word in ("load", "store"))
+
+        def arrive(place: int, last: int) -> int:
+            found: int = load(place)
+            if not 0 <= found <= last:
+                raise KernelFault(f"{found} of {last} others arrived: the word was not 0")
+            store(place, 0 if found == last else found + 1)
+            return found
+
+        return arrive
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
     if name == "mma_16x8x8":

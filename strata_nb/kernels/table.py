@@ -7,7 +7,8 @@ of float, so that a launch can be packed once and repeated.
 Buffers. Rows come first and lie one behind the other without gaps: `x` (rows, width) is float32. A
 *packed* buffer holds the same rows quantised for products with quantised weights, in the form of
 the backend. `rows` is the address of a number of rows (int64), because a program is made once for
-all steps: a kernel works on as many rows as that says when it runs. A zero address means "none"
+all steps: a kernel works on as many rows as that says when it runs. The word behind it is 0 when a
+launch begins and when it has ended: in between backends count there. A zero address means "none"
 where the text allows it.
 
 Variants. A kernel that reads weights exists once for each type of weights, one that reads or writes

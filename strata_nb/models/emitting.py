@@ -71,8 +71,8 @@ class Emitter:
         self._chosen: list[int] = []
         take = buffers.take
         self._record = StepRecord(
-            take(_WORD),
-            take(_WORD),
+            take(2 * _WORD),
+            take(2 * _WORD),
             take(_WORD * max_rows),
             take(_WORD * max_rows),
             take(_WORD * max_rows),

@@ -105,7 +105,7 @@ class Buffers:
 class StepRecord(NamedTuple):
     """Say where a step's own numbers are, all int64; the caller writes them before each run.
 
-    rows, wanted   how many rows, and of how many of them logits are wanted
+    rows, wanted   how many rows, and of how many of them logits are wanted; behind each a word 0
     tokens, sequences, positions   of the rows
     wanted_rows    which rows those are
     """

@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any
 
 from strata_nb.errors import UnsupportedDevice
-from strata_nb.fill_plans import LISTED, OFFERED, WINDOW
+from strata_nb.fill_plans import LISTED, NOT_LISTED, OFFERED, WINDOW
 from strata_nb.kernels.gpu.exponential import exp
 from strata_nb.kernels.gpu.filling import (
     COMES,
@@ -83,6 +83,11 @@ _GAINS = _MOST + 16
 _LISTS = _GAINS + 4 * _MOST_CHOICES
 _COMING = _LISTS + LISTS_BYTES
 _LOGITS = _COMING + 16
+
+
+def route_bytes(threads: int) -> int:
+    """Return how much shared memory `route_row` has for a block of so many threads, from 0 on."""
+    return _LOGITS + 4 * threads
 
 
 def _before(own: Any, logit: Any, last: Any) -> Any:
@@ -165,8 +170,125 @@ def _somebody_wants(top_k: Any) -> Any:
 
 
 @cache
+def expert_of(decides: bool) -> Function:
+    """Return a device function: what a thread has to know of its expert when it is chosen.
+
+    of(thread, experts, addresses, homes, seen, plan) -> address and home, the number of the window
+    and of the last one that used the expert, its order, heat and gain by the plan; for a thread
+    without an expert, and of a plan by which nobody comes, numbers that mean nothing
+
+    All this was written between windows or by the last one, so whoever looks it up need not wait
+    for the launch before.
+    """
+
+    def of(thread: Any, experts: Any, addresses: int, homes: int, seen: int, plan: int) -> Any:
+        is_expert = thread < experts
+        address = load_i64(addresses + 8 * thread) if is_expert else i64(0)
+        home = load_i64(homes + 8 * thread) if is_expert else i64(0)
+        window = load_i64(plan + WINDOW)
+        planned = load_i64(plan + OFFERED) + load_i64(plan + LISTED) if decides else i64(0)
+        fills = is_expert and planned > 0
+        used = load_i64(seen + 8 * thread) if fills else i64(0)
+        order = order_of(plan, thread, experts) if fills else i32(NOT_LISTED)
+        heat = heat_of(plan, thread, experts) if fills else f32(0.0)
+        gain = gain_of(plan, thread) if fills and address == home else f32(LOWEST)
+        return address, home, window, used, order, heat, gain
+
+    return of
+
+
+@cache
+def route_row(decides: bool) -> Function:
+    """Return a device function that chooses the experts of a row, in a block of as many threads as
+    experts at least.
+
+    decides   who comes to a slot as well, which takes that there is a single row
+
+    route(row, own, logits, position, forced, addresses, homes, seen, plan, use, tally, chosen,
+    shares, blobs, sources, experts, top_k, renormalise); own is a thread's, from `expert_of`, and
+    position the address of the row's
+    """
+
+    def route(
+        row: Any,
+        own: Any,
+        logits: int,
+        position: int,
+        forced: int,
+        addresses: int,
+        homes: int,
+        seen: int,
+        plan: int,
+        use: int,
+        tally: int,
+        chosen: int,
+        shares: int,
+        blobs: int,
+        sources: int,
+        experts: int,
+        top_k: int,
+        renormalise: int,
+    ) -> None:
+        address, home, window, used, order, heat, gain = own
+        thread, lowest = i64(thread_index()), f32(-_INFINITY)
+        is_expert, is_miss = thread < experts, address == home
+        logit = load_f32(logits + 4 * (experts * row + thread)) if is_expert else lowest
+        ranked = logit if logit >= lowest else lowest  # NaN
+        shared_store_f32(_LOGITS + 4 * thread, ranked)
+        barrier()
+        rank = i64(_before(thread, ranked, experts + WARP - 1 & -WARP)) if is_expert else top_k
+        if rank == 0:
+            shared_store_f32(_MOST, ranked)
+            shared_store_i32(_COMING, i32(0))
+        rank = chosen_ids(rank, thread, forced, position, top_k)
+        is_chosen = rank < top_k
+        if is_chosen:
+            shared_store_i32(_NUMBERS + 4 * rank, i32(thread))
+            store_i64(seen + 8 * thread, window)
+        if decides:
+            if is_chosen:
+                shared_store_f32(_GAINS + 4 * rank, gain)
+            leaves = may_leave(not is_miss, is_chosen, used, window)
+            list_victim(_LISTS, thread, order, heat, leaves)
+        barrier()
+        slot, marks = i64(0), i64(0)
+        if decides and _somebody_wants(top_k):
+            if is_chosen and gain > f32(LOWEST):
+                slot = slot_for(
+                    thread, gain, _NUMBERS, _GAINS, top_k, _LISTS, plan, addresses, homes
+                )
+                if slot != 0:
+                    shared_store_i32(_COMING, i32(ROW_COMES))
+            barrier()
+            marks = i64(shared_load_i32(_COMING))
+        raised = exp(logit - shared_load_f32(_MOST)) if is_expert else f32(0.0)
+        place = i64(0)
+        if is_chosen:
+            place = _place_by_number(i32(thread), top_k)
+            choice = top_k * row + place
+            store_i64(chosen + 8 * choice, thread)
+            word = address + (IN_HOST_MEMORY if is_miss else 0)
+            if slot != 0:
+                word = slot + COMES
+                store_i64(sources + 8 * choice, home)
+            store_i64(blobs + 8 * choice, word + marks)
+            shared_store_f32(_RAISED + 4 * place, raised)
+            add_i64(use + 8 * thread, i64(1))
+            add_i64(tally + (8 if is_miss else 0), i64(1))
+        total = block_sum(raised, thread, experts + WARP - 1 >> 5)
+        if is_chosen:
+            share = raised / total
+            if renormalise != 0:
+                share = share / (_sum_of_chosen(top_k) / total)
+            store_f32(shares + 4 * (top_k * row + place), share)
+
+    return route
+
+
+@cache
 def _route(decides: bool) -> Function:
-    """Return the kernel; `decides`: who comes to a slot, which takes that there is a single row."""
+    """Return the kernel `route`."""
+    of_thread, route_one = expert_of(decides), route_row(decides)
 
     def route(
         rows: int,
@@ -187,73 +309,30 @@ def _route(decides: bool) -> Function:
         top_k: int,
         renormalise: int,
     ) -> None:
-        row, thread, lowest = i64(block_x()), i64(thread_index()), f32(-_INFINITY)
-        is_expert = thread < experts
-        count = load_i64(rows)
-        # Written between windows and by the last one, so it need not wait for the launch before.
-        blob = load_i64(addresses + 8 * thread) if is_expert else i64(0)
-        home = load_i64(homes + 8 * thread) if is_expert else i64(0)
-        window = load_i64(plan + WINDOW)
-        is_miss = blob == home
-        planned = load_i64(plan + OFFERED) + load_i64(plan + LISTED) if decides else i64(0)
-        fills = is_expert and planned > 0
-        used = load_i64(seen + 8 * thread) if fills else i64(0)
-        order = order_of(plan, thread, experts) if fills else i32(0)
-        heat = heat_of(plan, thread, experts) if fills else f32(0.0)
-        gain = gain_of(plan, thread) if fills and is_miss else f32(LOWEST)
+        row, count = i64(block_x()), load_i64(rows)
+        own = of_thread(i64(thread_index()), experts, addresses, homes, seen, plan)
         await_previous()
-        if row >= count:
-            return
-        logit = load_f32(logits + 4 * (experts * row + thread)) if is_expert else lowest
-        ranked = logit if logit >= lowest else lowest  # NaN
-        shared_store_f32(_LOGITS + 4 * thread, ranked)
-        barrier()
-        rank = i64(_before(thread, ranked, experts + WARP - 1 & -WARP)) if is_expert else top_k
-        if rank == 0:
-            shared_store_f32(_MOST, ranked)
-            shared_store_i32(_COMING, i32(0))
-        rank = chosen_ids(rank, thread, forced, positions + 8 * row, top_k)
-        is_chosen = rank < top_k
-        if is_chosen:
-            shared_store_i32(_NUMBERS + 4 * rank, i32(thread))
-            store_i64(seen + 8 * thread, window)
-        if decides:
-            if is_chosen:
-                shared_store_f32(_GAINS + 4 * rank, gain)
-            if fills:
-                leaves = may_leave(not is_miss, is_chosen, used, window)
-                list_victim(_LISTS, thread, order, heat, leaves)
-        barrier()
-        slot, marks = i64(0), i64(0)
-        if decides and _somebody_wants(top_k):
-            if is_chosen and gain > f32(LOWEST):
-                slot = slot_for(
-                    thread, gain, _NUMBERS, _GAINS, top_k, _LISTS, plan, addresses, homes
-                )
-                if slot != 0:
-                    shared_store_i32(_COMING, i32(ROW_COMES))
-            barrier()
-            marks = i64(shared_load_i32(_COMING))
-        raised = exp(logit - shared_load_f32(_MOST)) if is_expert else f32(0.0)
-        place = i64(0)
-        if is_chosen:
-            place = _place_by_number(i32(thread), top_k)
-            choice = top_k * row + place
-            store_i64(chosen + 8 * choice, thread)
-            word = blob + (IN_HOST_MEMORY if is_miss else 0)
-            if slot != 0:
-                word = slot + COMES
-                store_i64(sources + 8 * choice, home)
-            store_i64(blobs + 8 * choice, word + marks)
-            shared_store_f32(_RAISED + 4 * place, raised)
-            add_i64(use + 8 * thread, i64(1))
-            add_i64(tally + (8 if is_miss else 0), i64(1))
-        total = block_sum(raised, thread, experts + WARP - 1 >> 5)
-        if is_chosen:
-            share = raised / total
-            if renormalise != 0:
-                share = share / (_sum_of_chosen(top_k) / total)
-            store_f32(shares + 4 * (top_k * row + place), share)
+        if row < count:
+            route_one(
+                row,
+                own,
+                logits,
+                positions + 8 * row,
+                forced,
+                addresses,
+                homes,
+                seen,
+                plan,
+                use,
+                tally,
+                chosen,
+                shares,
+                blobs,
+                sources,
+                experts,
+                top_k,
+                renormalise,
+            )
 
     return route
 
@@ -264,7 +343,7 @@ def _grid(_: Arguments, most_rows: int) -> Grid:
 
 @cache
 def _of_threads(threads: int, decides: bool) -> GpuKernel:
-    shared_bytes = _LOGITS + 4 * threads
+    shared_bytes = route_bytes(threads)
     name = f"route_{threads}{'_alone' if decides else ''}"
     return GpuKernel(name, _route(decides), threads, _grid, lambda _: shared_bytes)
 
