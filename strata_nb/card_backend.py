@@ -105,7 +105,7 @@ class CardBackend:
 
     overlaps = True  # kernels begin while the one in front of them ends, on cards that can
     has_slots, of_host, most_rows = True, False, MOST_ROWS
-    chooses_tokens = attends_in_runs = True
+    chooses_tokens = fills = attends_in_runs = True
     outside_bytes, reserve_bytes = OUTSIDE_BYTES, RESERVE_BYTES
 
     def __init__(

@@ -116,8 +116,6 @@ class _Lane(greenlet):
     shared: bytearray
     has_waited: bool  # for the launch in front
     sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
-    has_waited: list[bool]  # for the launch in front: one, that changes
-    sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
 
 
 def run(
@@ -441,13 +439,13 @@ def _access(name: str, memory: Memory) -> Callable[..., Any]:
             found = tuple(map(np.float32, found))
         return found[0] if number == 1 else found
 
-    def store(place: int, value: Any) -> None:
+    def store(place: int, *values: Any) -> None:
         target, offset = bytes_at(place)
         if not shared:
             memory.note_write(place, size, getcurrent().block)
-        bits = 8 * layout.size
-        raw = value if element == "f32" else _signed(value, bits)
-        layout.pack_into(target, offset, raw)
+        bits = 8 * layout.size // number
+        raw = values if element == "f32" else [_signed(value, bits) for value in values]
+        layout.pack_into(target, offset, *raw)
 
     def add(place: int, value: Any) -> None:
         store(place, load(place) + value)

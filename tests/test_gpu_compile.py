@@ -77,7 +77,7 @@ def _routers(kinds: Sequence[T], widths: Sequence[int]) -> Iterator[CardLaunch]:
     for kind, width, experts in product(kinds, widths, (128, 60)[: len(widths)]):
         norm = shaped("rms_norm", parts=1, width=width)
         one = shaped("linear", kind, values=width, outputs=experts)
-        route = shaped_for_card("route", experts=experts, top_k=8)
+        route = shaped_for_card("route", True, experts=experts, top_k=8)
         for made in with_routers([norm, one, *route]):
             assert isinstance(made, CardLaunch)
             yield made
@@ -129,6 +129,8 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
     axis = None if name in CARD_KERNELS else KERNELS[name].axis
     if name == "embed":
         yield from ((kind, {}) for kind in KINDS)
+    elif name == "expert_fill":
+        yield from ((None, {"experts": experts}) for experts, _ in ROUTERS)
     elif axis == "weights" or name.startswith("expert_"):
         for kind in KINDS:
             count = 3 if lengths or kind in OF_ALL_LENGTHS else 1
@@ -147,7 +149,8 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
     elif name == "sample":
         yield from ((None, {"vocabulary": vocabulary}) for vocabulary in VOCABULARIES)
     elif name == "route":
-        yield from ((None, {"experts": experts, "top_k": top_k}) for experts, top_k in ROUTERS)
+        for (experts, top_k), decides in product(ROUTERS, (False, True)):
+            yield decides, {"experts": experts, "top_k": top_k}
     else:
         yield None, {}
 

@@ -169,6 +169,20 @@ def _store(stored: str, place: Callable[..., Any]) -> Emit:
     return emit
 
 
+def _store_vector(count: int, element: str) -> Emit:
+    """Return what stores several neighbours at once."""
+
+    def emit(builder: Any, arguments: list[Any]) -> None:
+        ir = _ir()
+        vector = ir.VectorType(llvm_type(element), count)
+        value = ir.Constant(vector, ir.Undefined)
+        for number, lane in enumerate(arguments[1:]):
+            value = builder.insert_element(value, lane, ir.Constant(ir.IntType(32), number))
+        builder.store(value, _global(builder, arguments[0], vector), align=4 * count)
+
+    return emit
+
+
 # Of memory that a kernel may also write. Addresses are multiples of the size.
 load_f32 = Intrinsic("load_f32", "f32(i64)", body=_load("f32", "f32", _global, constant=False))
 load_i64 = Intrinsic("load_i64", "i64(i64)", body=_load("i64", "i64", _global, constant=False))
@@ -194,6 +208,9 @@ store_i64 = Intrinsic("store_i64", "void(i64, i64)", body=_store("i64", _global)
 store_i32 = Intrinsic("store_i32", "void(i64, i32)", body=_store("i32", _global))
 store_i16 = Intrinsic("store_i16", "void(i64, i32)", body=_store("i16", _global))
 store_i8 = Intrinsic("store_i8", "void(i64, i32)", body=_store("i8", _global))
+store_4xi32 = Intrinsic(
+    "store_4xi32", "void(i64, i32, i32, i32, i32)", body=_store_vector(4, "i32")
+)
 
 shared_load_f32 = Intrinsic(
     "shared_load_f32", "f32(i64)", body=_load("f32", "f32", _shared, constant=False)

@@ -31,7 +31,7 @@ from strata_nb.kernels.program import Launch, Program
 
 def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows."""
-    found = list(with_shares(with_routes(list(with_runs(program)))))
+    found = list(with_shares(with_routes(list(with_runs(program)), rows)))
     if rows == 1:
         found = list(with_routers(list(with_ready_rows(found))))
         found = list(with_products(found))
