@@ -68,14 +68,13 @@ from strata_nb.kernels.gpu.runs import grid_of, maxima_of, room_for_runs, work_o
 from strata_nb.kernels.runs import RUN_BLOCKS, RUN_CELLS
 
 _BLOCKS = 128  # of threads: as many as large cards have multiprocessors, which take one each
-_WARPS = 8  # and K/V blocks of a run
-_THREADS = _WARPS * WARP
+WARPS = 8  # and K/V blocks of a run
+_THREADS = WARPS * WARP
 _TILE = 8  # heads
 _CHUNK = 16  # cells that a warp takes at a time
-_ROUND = _WARPS * _CHUNK  # cells that the block takes at a time
+_ROUND = WARPS * _CHUNK  # cells that the block takes at a time
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
 _RUN_SHIFT = RUN_CELLS.bit_length() - 1
-_ROUND_SHIFT = _ROUND.bit_length() - 1
 _INFINITY = float("inf")
 _MINUS_INFINITY = -_INFINITY
 _UNIT = float(1 << 15)  # the largest weight, so that small ones are exact halves too
@@ -86,8 +85,8 @@ _REGISTERS = 255  # one block a multiprocessor, with many loads on their way
 # the scores, and where these were the warps' results.
 _ADDRESSES = 0
 _MAXIMA = _ADDRESSES + 2 * 8 * RUN_BLOCKS
-_TOTALS = _MAXIMA + 4 * _WARPS * _TILE
-_SHRUNK = _TOTALS + 4 * _WARPS * _TILE
+_TOTALS = _MAXIMA + 4 * WARPS * _TILE
+_SHRUNK = _TOTALS + 4 * WARPS * _TILE
 _QUERIES = _SHRUNK + 4 * _TILE
 _SCORE_BYTES = 4 * RUN_CELLS * _TILE
 
@@ -216,7 +215,7 @@ def _place_of(head: Any, number: Any) -> Any:
 
 def _sum_of_warps(place: int, step: int) -> Any:
     total, warp = shared_load_f32(place), 1
-    while warp < _WARPS:
+    while warp < WARPS:
         total += shared_load_f32(place + step * warp)
         warp += 1
     return total
@@ -224,7 +223,7 @@ def _sum_of_warps(place: int, step: int) -> Any:
 
 def _largest_of_warps(place: int) -> Any:
     best, warp = shared_load_f32(place), 1
-    while warp < _WARPS:
+    while warp < WARPS:
         best = larger_f32(best, shared_load_f32(place + 4 * _TILE * warp))
         warp += 1
     return best
@@ -334,7 +333,7 @@ def attention_kernel_of(
         attention,
         _THREADS,
         lambda given, most_rows: grid_of(tiles * given["kv_heads"], given, most_rows, _BLOCKS),
-        lambda _: free_bytes_at(key_length) + max(_SCORE_BYTES, _WARPS * result_bytes),
+        lambda _: free_bytes_at(key_length) + max(_SCORE_BYTES, WARPS * result_bytes),
         _REGISTERS,
     )
 

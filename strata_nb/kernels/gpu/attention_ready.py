@@ -16,6 +16,7 @@ from typing import Any
 
 from strata_nb.formats import BLOCK_CELLS
 from strata_nb.kernels.gpu.attention_halves import (
+    WARPS,
     Source,
     attention_kernel_of,
     free_bytes_at,
@@ -39,9 +40,8 @@ from strata_nb.kernels.program import Launch
 from strata_nb.kernels.runs import RUN_BLOCKS
 
 _HALVES = ("f16", "f16")
-_WARPS = 8
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
-_RUN_SHIFT = RUN_BLOCKS.bit_length() - 1
+_BLOCKS_OF_RUN_SHIFT = RUN_BLOCKS.bit_length() - 1
 _SHARED = (
     *("rows", "sequences", "positions", "q", "blocks"),
     *("table_width", "k_offset", "v_offset", "heads", "kv_heads"),
@@ -103,7 +103,7 @@ def _made_ready(key_length: int, value_length: int) -> Source:
     store_value = value_storer("f16", value_length)
     rotated = rotator(shared_load_f32, shared_load_f32)
     heads = free_bytes_at(key_length)
-    own_key = heads + 4 * key_length * _WARPS
+    own_key = heads + 4 * key_length * WARPS
     q_weights = own_key + 4 * key_length
     k_weights = q_weights + 4 * key_length
     angles = k_weights + 4 * key_length
@@ -117,7 +117,7 @@ def _made_ready(key_length: int, value_length: int) -> Source:
             angle = fetch_f32(table + 4 * (2 * planes * position + thread))
             shared_store_f32(angles + 4 * thread, angle)
         number = position >> _BLOCK_SHIFT
-        runs_behind = (number >> _RUN_SHIFT) - run
+        runs_behind = (number >> _BLOCKS_OF_RUN_SHIFT) - run
         while runs_behind > 0:
             runs_behind -= step
         return load_i64(line + 8 * number) if runs_behind == 0 else i64(0)
