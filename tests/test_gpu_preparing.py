@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -308,6 +309,19 @@ def test_a_single_row_is_made_ready_by_attention_with_the_same_bits(
         assert np.array_equal(layer.named["work"], other.named["work"])
         assert np.array_equal(layer.named["out"], other.named["out"])
         assert np.all(np.isfinite(layer.named["out"][0]))
+
+
+def test_a_single_row_is_made_ready_by_all_blocks_that_share_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "HEADS", 10 * KV_HEADS)  # a block takes 8
+    (layer, program), (other, same) = (row_alone((32, 64), 16, 1, 70) for _ in range(2))
+    (attention, combine) = card_launches(tuple(program), 1)
+    assert attention.grid(1)[0] == 2 * KV_HEADS
+    layer.run_alone([attention, combine])
+    other.run_alone([one for one in with_runs(same) if isinstance(one, CardLaunch)])
+    assert np.array_equal(layer.kv.memory, other.kv.memory)
+    assert np.array_equal(layer.named["out"], other.named["out"])
 
 
 def test_a_row_that_a_step_does_not_have_is_not_made_ready() -> None:

@@ -3,9 +3,10 @@
     prepare, attention of halves      one launch, for one row
 
 Each warp of a block norms and rotates its head's query. The block that has the row's own cell does
-the same for its key, stores key and value, and reads them again as it reads all cells. With several
-rows that would not do: a row sees cells of the rows in front, which other blocks write. The bits
-are those of `prepare` and attention alone.
+the same for its key, stores key and value, and reads them again as it reads all cells. Where more
+heads share them than a block takes, each of their blocks stores the same bits, and waits for no
+other. With several rows that would not do: a row sees cells of the rows in front, which other
+blocks write. The bits are those of `prepare` and attention alone.
 """
 
 from __future__ import annotations
