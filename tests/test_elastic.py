@@ -303,6 +303,21 @@ def test_a_growth_in_an_idle_moment_that_fails_is_tried_again_when_it_is_needed(
     grown.world.end()
 
 
+def test_it_grows_in_idle_moments_again_when_memory_came_back() -> None:
+    grown = Grown(chunks=90)
+    grown.world.driver.faults.plan("map", forever=True)
+    grown.write(64)
+    grown.world.driver.faults.lift()
+    grown.elastic.when_idle()
+    assert grown.blocks == 2  # where it found nothing it does not ask again by itself
+    grown.elastic.reconsider()
+    grown.elastic.when_idle()  # gets chunks ready
+    assert grown.blocks == 2
+    grown.elastic.when_idle()
+    assert grown.blocks == 3
+    grown.world.end()
+
+
 @pytest.mark.parametrize(("most_given", "blocks"), [(1 << 20, 6), (0, 3), (60_000, 4)])
 def test_experts_give_little_at_a_time_while_somebody_waits_for_a_window(
     most_given: int, blocks: int, monkeypatch: pytest.MonkeyPatch
