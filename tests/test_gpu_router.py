@@ -148,6 +148,12 @@ def test_launches_that_do_not_follow_from_each_other_stay_apart(changed: dict[st
     assert len(list(with_routers(launches_of(arrays, **changed)))) == 3
 
 
+def test_a_row_that_is_normed_in_place_is_normed_in_a_launch_of_its_own() -> None:
+    arrays = of_layer(256, 20, 4)
+    x = int(arrays["x"].ctypes.data)
+    assert len(list(with_routers(launches_of(arrays, norm={"out": x}, product={"x": x})))) == 3
+
+
 def test_routers_that_no_block_can_take_stay_apart() -> None:
     for width, experts in ((128, 8), (4224, 8), (256, 257)):
         arrays = of_layer(width, experts, 2)

@@ -95,6 +95,7 @@ def _router(
     fits = {
         "rows": first["rows"] == second["rows"] == last["rows"],
         "rows in their order": first["index"] == 0 and first["parts"] == 1,
+        "not in place": first["out"] != first["x"],  # blocks read x while others write
         "of the norm": second["x"] == first["out"] and second["values"] == width,
         "of the product": second["y"] == last["logits"] and second["outputs"] == experts,
         "alone": second["add"] == 0,
