@@ -87,6 +87,14 @@ def put_back(card: CardBackend) -> Iterator[None]:
         card._card.stream_synchronize(card._stream)
 
 
+def whole_number(arguments: Mapping[str, Any], flag: str, *, least: int = 1) -> int:
+    """Return the number that a flag is given, or end the program and say what it may be."""
+    text = str(arguments[flag])
+    if not text.isdecimal() or int(text) < least:
+        raise SystemExit(f"{flag} {text}: not usable; a whole number, {least} or more")
+    return int(text)
+
+
 def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
     """Return number, median, least and most of some values, each times `scale`."""
     return {

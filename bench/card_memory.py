@@ -51,7 +51,7 @@ from docopt import docopt
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "bench")]
 
-from card_graphs import spread, store  # noqa: E402 - bench/ is no package
+from card_graphs import spread, store, whole_number  # noqa: E402 - bench/ is no package
 
 from strata_nb import Engine, Options, Sampling  # noqa: E402
 from strata_nb.cache.elastic import ElasticKV  # noqa: E402
@@ -62,6 +62,7 @@ from strata_nb.models import describe  # noqa: E402
 PROMPT = 16  # tokens
 WARM_UP = 32  # tokens whose gaps do not count
 SHORT = 32  # tokens that are written between changes
+LEAST_TOKENS = 2 * SHORT  # of a text: more than warm up, and what is written first
 LONGEST = 5  # gaps that are told with their places
 COPIES = 8
 COPY_BYTES = 256 << 20
@@ -97,7 +98,11 @@ class Text(NamedTuple):
 def main() -> None:
     """Measure what the command line asks for; print and store it."""
     arguments = docopt(str(__doc__))
-    cells, texts = int(arguments["--cells"]), int(arguments["--texts"])
+    cells = whole_number(arguments, "--cells", least=PROMPT + LEAST_TOKENS)
+    texts, rounds = whole_number(arguments, "--texts"), whole_number(arguments, "--rounds")
+    kv_init = whole_number(arguments, "--kv-init")
+    if kv_init >= cells:
+        raise SystemExit(f"--kv-init {kv_init}: a K/V for {cells} cells grows from fewer")
     limit = int(float(arguments["--limit"]) * 1024 * MIB) if arguments["--limit"] else None
     figures: dict[str, Any] = {"cells": cells}
     digests = set()
@@ -109,13 +114,13 @@ def main() -> None:
                 arguments["--device"],
                 ctx_size=cells,
                 kv_grow=grows,
-                kv_grow_init=int(arguments["--kv-init"]) if grows else None,
+                kv_grow_init=kv_init if grows else None,
                 vram_elastic=grows,
                 vram_limit=limit,
                 expert_profile=profile,
             )
             with Engine.open(options) as engine:
-                write(engine, 2 * SHORT)  # what is slower once does not count
+                write(engine, LEAST_TOKENS)  # what is slower once does not count
                 written = [write(engine, cells - PROMPT) for _ in range(texts)]
                 digests |= {_digest(text.ids) for text in written}
                 figures[name] = _gap_figures(written)
@@ -123,7 +128,7 @@ def main() -> None:
                 if grows:
                     figures["link_gb_per_s"] = link_rate(engine)
                     give = int(float(arguments["--give"]) * 1024 * MIB)
-                    figures["memory"] = exchange(engine, give, int(arguments["--rounds"]))
+                    figures["memory"] = exchange(engine, give, rounds)
                     print_memory(figures["memory"], figures["link_gb_per_s"])
     figures["same_tokens"] = len(digests) == 1
     more = figures["grown"]["longest_ms"]["median"] - figures["whole"]["longest_ms"]["median"]

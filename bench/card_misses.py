@@ -49,7 +49,7 @@ from docopt import docopt
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tools")]
 
-from card_graphs import plain_read_figures, spread, store  # noqa: E402 - bench/ is no package
+from card_graphs import plain_read_figures, spread, store, whole_number  # noqa: E402 - bench/ is no package
 from make_routes import make_routes  # noqa: E402
 from misses_picture import picture  # noqa: E402
 
@@ -238,8 +238,6 @@ class Bench:
     def resident_s(self) -> float:
         """Return the seconds of a token whose experts all have slots."""
         whole = [row for row in self.rows if row.percent == WHOLE]
-        if not whole:
-            raise SystemExit("no limit without a budget, or hits, of 100%")
         return min(1 / statistics.median(row.rates) for row in whole)
 
 
@@ -250,15 +248,24 @@ def main() -> None:
     budgets, uniform, hits = (
         _percents(arguments[f"--{n}"]) for n in ("budgets", "uniform", "hits")
     )
-    lengths = Lengths(*(int(arguments[flag]) for flag in ("--cold", "--after", "--tokens")))
+    if not budgets + uniform + hits:
+        raise SystemExit("nothing to measure: give --budgets, --uniform or --hits")
+    if WHOLE not in budgets + uniform + hits:
+        raise SystemExit("no limit without a budget, or hits, of 100%: give --budgets=100, say")
+    lengths = Lengths(
+        whole_number(arguments, "--cold"),
+        whole_number(arguments, "--after", least=0),
+        whole_number(arguments, "--tokens"),
+    )
+    runs, seed = whole_number(arguments, "--runs"), whole_number(arguments, "--seed", least=0)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(
             arguments["MODEL"],
             arguments["--device"],
             lengths,
-            int(arguments["--runs"]),
+            runs,
             Path(folder),
-            int(arguments["--seed"]),
+            seed,
         )
         for routes, percents in ((LOCAL, budgets), (UNIFORM, uniform)):
             for percent in percents:
@@ -266,13 +273,13 @@ def main() -> None:
         for percent in hits:
             bench.hits(percent)
     if bench.link is None or bench.read is None:
-        raise SystemExit("nothing to measure: give --budgets, --uniform or --hits")
+        raise AssertionError("an engine was opened, and its memory never measured")
     resident_s, link_bytes_per_s = bench.resident_s(), bench.link.bytes_per_s
     rows = [_figures(row, resident_s, link_bytes_per_s) for row in bench.rows]
     figures: dict[str, Any] = {
         **lengths._asdict(),
         "adapt": arguments["--adapt"],
-        "seed": int(arguments["--seed"]),
+        "seed": seed,
         "same_tokens": bench.same_tokens,
         "texts_sha256": bench.digests,
         "plain_read": plain_read_figures(bench.read),
@@ -345,10 +352,10 @@ def _figures(row: Row, resident_s: float, link_bytes_per_s: float) -> dict[str, 
 
 
 def _percents(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",") if part]
-    if any(not 0 <= number <= WHOLE for number in numbers):
+    parts = [part for part in text.split(",") if part]
+    if not all(part.isdecimal() and int(part) <= WHOLE for part in parts):
         raise SystemExit(f"{text}: not percents")
-    return numbers
+    return [int(part) for part in parts]
 
 
 if __name__ == "__main__":

@@ -187,11 +187,13 @@ class Engine:
                 "depends on how a prompt is cut and on the number of threads",
                 hint="leave it out, or use another --device",
             )
-        judge = models.open_reference(file, self.description, progress=progress)
-        if options.force_routes is not None:
+        forced = None
+        if options.force_routes is not None:  # read first: to load a model takes longer
             model = self.description
             sizes = model.layers, model.experts, model.top_k
-            judge.forced = forced_routes(options.force_routes, *sizes, self.ctx_size)
+            forced = forced_routes(options.force_routes, *sizes, self.ctx_size)
+        judge = models.open_reference(file, self.description, progress=progress)
+        judge.forced = forced
         return ReferenceSteps(
             judge,
             self.ctx_size,

@@ -272,6 +272,32 @@ def test_texts_that_differ_between_budgets_end_the_program(
         run(card_misses, small, *MISSES, *words)
 
 
+@pytest.mark.parametrize(
+    ("program", "word", "why"),
+    [
+        (card_misses, "--budgets=50", "no limit without a budget"),
+        (card_misses, "--budgets=", "nothing to measure"),
+        (card_misses, "--budgets=100,half", "100,half: not percents"),
+        (card_misses, "--budgets=101", "101: not percents"),
+        (card_misses, "--runs=0", "--runs 0: not usable; a whole number, 1 or more"),
+        (card_misses, "--tokens=0", "--tokens 0"),
+        (card_misses, "--cold=0", "--cold 0"),
+        (card_misses, "--after=-1", "--after -1: not usable; a whole number, 0 or more"),
+        (card_memory, "--texts=0", "--texts 0"),
+        (card_memory, "--rounds=0", "--rounds 0"),
+        (card_memory, "--cells=79", "--cells 79: not usable; a whole number, 80 or more"),
+        (card_memory, "--cells=512", "--kv-init 512: a K/V for 512 cells"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_a_model_is_opened(
+    run: Programs, small: str, monkeypatch: pytest.MonkeyPatch, program: Any, word: str, why: str
+) -> None:
+    monkeypatch.setattr(Engine, "open", pytest.fail)
+    words = ["--uniform=", "--hits="] if program is card_misses else []
+    with pytest.raises(SystemExit, match=why):
+        run(program, small, *words, word)
+
+
 @pytest.mark.parametrize("program", [card_windows, card_tokens])
 def test_a_device_without_graphs_is_refused(run: Programs, tiny: str, program: Any) -> None:
     with pytest.raises(UnsupportedDevice, match="no graphs"):

@@ -11,7 +11,7 @@ from make_model import make_model
 from make_routes import make_routes
 from numpy.typing import NDArray
 
-from strata_nb import Engine, Options, Sampling
+from strata_nb import Engine, Options, Sampling, loading, models
 from strata_nb.cache.routing import forced_routes
 from strata_nb.errors import ConfigError, FileFormatError
 from strata_nb.kernels.gpu.launches import card_launches
@@ -122,11 +122,32 @@ def test_routes_of_another_model_are_refused_with_their_numbers(tmp_path: Path) 
         forced_routes(file, 2, 8, 2, 7)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<i2', 'fortran_order': False, 'shape': (1, 2, 2",
+        "{[]: 1}",
+        "{'descr': '<i2', 'fortran_order': False, 'shape': (True, 2, 2), }",
+        "{'descr': ('<i2',), 'fortran_order': False, 'shape': (1, 2, 2), }",
+        "{'descr': '<i2', 'fortran_order': False, 'shape': (1" + 30 * "0" + ", 2, 2), }",
+        "-" * 5000 + "1",
+    ],
+)
+def test_a_file_whose_header_is_damaged_is_refused_as_no_array(tmp_path: Path, header: str) -> None:
+    file = tmp_path / "routes.npy"
+    magic = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
+    file.write_bytes(magic + header.encode() + bytes(64))
+    with pytest.raises(FileFormatError, match="no numpy array"):
+        forced_routes(file, 2, 8, 2, 7)
+
+
 def test_a_model_is_not_loaded_for_routes_of_another(
-    tmp_path: Path, trace: tuple[Path, Routes]
+    tmp_path: Path, trace: tuple[Path, Routes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = tmp_path / "tiny.gguf"
     make_tiny(tiny)
+    monkeypatch.setattr(models, "open_reference", pytest.fail)
+    monkeypatch.setattr(loading, "dense_layout", pytest.fail)
     for device in ("host", "reference"):
         with pytest.raises(ConfigError, match=r"--force-routes .* 2 in each of 2"):
             Engine.open(Options(tiny, device, ctx_size=64, force_routes=trace[0]))

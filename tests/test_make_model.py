@@ -358,3 +358,10 @@ def test_the_command_line_of_routes_writes_and_refuses(
     assert "128 of 128 experts" in capsys.readouterr().err
     assert run(routes_maker, ["--tokens=-1", str(out)], monkeypatch) == 2
     assert "--tokens -1" in capsys.readouterr().err
+    plain = tmp_path / "routes"  # a name without an ending is written as it stands
+    assert run(routes_maker, [*words.split(), str(plain)], monkeypatch) == 0
+    assert plain.read_bytes() == out.read_bytes()
+    nowhere = tmp_path / "none" / "routes.npy"
+    monkeypatch.setattr(routes_maker, "make_routes", pytest.fail)
+    assert run(routes_maker, [*words.split(), str(nowhere)], monkeypatch) == 2
+    assert f"{nowhere}: No such file or directory" in capsys.readouterr().err

@@ -35,6 +35,7 @@ from docopt import docopt
 from numpy.typing import NDArray
 
 from strata_nb.errors import ConfigError, StrataError
+from strata_nb.whole_files import whole_file
 
 Routes = NDArray[np.int16]
 
@@ -133,11 +134,18 @@ def _run(arguments: dict[str, Any]) -> None:
         if not text.isdecimal():
             raise ConfigError(f"{flag} {text}: not usable", hint=f"give {flag} a whole number")
         sizes[flag.removeprefix("--").replace("-", "_")] = int(text)
-    trace = make_routes(**sizes, uniform=arguments["--uniform"])
-    np.save(arguments["OUT"], trace)
+    out = arguments["OUT"]
+    try:
+        with whole_file(out) as file:  # first: to make routes takes longer
+            trace = make_routes(**sizes, uniform=arguments["--uniform"])
+            np.save(file, trace)
+    except OSError as error:
+        raise ConfigError(
+            f"{out}: {error.strerror}", hint="check the name and the permissions"
+        ) from None
     found = measure(trace, sizes.get("experts", 128))
     print(
-        f"{arguments['OUT']}: {trace.shape}, reuse {found.reuse:.2f} from the token before, "
+        f"{out}: {trace.shape}, reuse {found.reuse:.2f} from the token before, "
         f"{found.recent:.2f} within {RECENT_TOKENS}, hottest quarter {found.hottest_quarter:.2f}, "
         f"half {found.hottest_half:.2f}"
     )

@@ -8,6 +8,7 @@ a token for 48 layers and 8 experts.
 from __future__ import annotations
 
 import os
+from tokenize import TokenError
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,17 @@ from strata_nb.whole_files import whole_file
 
 MOST_EXPERTS = 1 << 15  # of a layer, that int16 can name
 
+# What numpy raises for a header that it cannot read: it parses some of Python.
+_BAD_HEADER = (
+    ValueError,
+    TypeError,
+    OverflowError,
+    IndexError,
+    SyntaxError,
+    TokenError,
+    RecursionError,
+    MemoryError,
+)
 _WRITERS = "generate --routing-trace FILE writes routes of text, tools/make_routes.py makes some"
 
 
@@ -58,7 +70,7 @@ def load_trace(path: str | os.PathLike[str]) -> npt.NDArray[np.int16]:
     try:
         # Mapped, the file must hold what it promises: no memory is asked for on its word.
         mapped = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, OverflowError) as error:
+    except _BAD_HEADER as error:
         raise FileFormatError(path, 0, f"no numpy array: {error}", hint=_WRITERS) from None
     if mapped.dtype != np.int16 or mapped.ndim != 3:
         found = f"{mapped.dtype} {mapped.shape}"
