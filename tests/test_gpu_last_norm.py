@@ -80,7 +80,7 @@ def experts_of(arrays: Arrays, values: int, width: int) -> CardLaunch:
     arrays["inner"] = aligned(plain.quantised(normal(2, values, seed=1)))
     arrays["shares"] = aligned(np.array([0.75, 0.25], np.float32))
     names = ("rows", "blobs", "inner", "shares", "y")
-    sizes = {"down_offset": 0, "top_k": 2, "values": values, "outputs": width}
+    sizes = {"sources": 0, "down_offset": 0, "top_k": 2, "values": values, "outputs": width}
     (found,) = of_card("expert_down", {n: address(arrays[n]) for n in names} | sizes, T.Q8_0, 1)
     return found._replace(label="blk.0.expert_down")
 
