@@ -5,6 +5,8 @@ shuffle for its warp. What a card would do silently wrong is an error here:
 
     an address outside the arrays that were named, or a write to one that is read only
     a `fetch_...`, which may see old bytes, of an array that the kernel writes
+    a `fetch_...` of what the launch in front wrote, or a `load_...` before `await_previous`
+    a `load_...` of what another block of the launch wrote, unless all have arrived
     lanes of a warp that reach different shuffles, or threads that miss a barrier
     a value of a wrong type: a float that is no float32, an integer out of its range
 
@@ -32,12 +34,18 @@ _FORMATS = {"i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "i64": "q"
 _BITS = {"i32": 32, "i64": 64}
 
 
+Block = tuple[int, int, int]
+
+
 class KernelFault(AssertionError):
     """Report what a card would have done wrong without a word."""
 
 
 class Memory:
-    """Hold the arrays that a kernel may use; it may write those in `written`."""
+    """Hold the arrays that a kernel may use; it may write those in `written`.
+
+    Launches that share one follow each other, and may overlap: it knows which wrote what.
+    """
 
     def __init__(self, written: Sequence[Any], read: Sequence[Any] = ()) -> None:
         blocks = [(array.ctypes.data, array.nbytes, True) for array in written]
@@ -45,6 +53,29 @@ class Memory:
         self._blocks = sorted(blocks)
         self._starts = [start for start, _, _ in self._blocks]
         self._kept = (*written, *read)
+        self._launch = 0
+        # Of every four bytes the last that wrote them: a launch, and its block.
+        self._writers: dict[int, tuple[int, Block]] = {}
+
+    def begin_launch(self) -> None:
+        self._launch += 1
+
+    def note_write(self, address: int, size: int, block: Block) -> None:
+        for word in range(address >> 2, (address + size + 3) >> 2):
+            self._writers[word] = self._launch, block
+
+    def writer_of(self, address: int, size: int, block: Block) -> str:
+        """Return who may be writing what a block reads: launch "in front", block "beside", ""."""
+        found = ""
+        if not self._writers:
+            return found
+        for word in range(address >> 2, (address + size + 3) >> 2):
+            launch, writer = self._writers.get(word, (-1, block))
+            if launch == self._launch and writer != block:
+                return "beside"
+            if launch == self._launch - 1:
+                found = "in front"
+        return found
 
     def check(self, address: int, size: int, use: str) -> None:
         """Raise KernelFault unless memory may be used so: "load", "fetch", "store", "prefetch"."""
@@ -63,6 +94,8 @@ class _Lane(NamedTuple):
     block: tuple[int, int, int]
     grid: tuple[int, int, int]
     shared: bytearray
+    has_waited: list[bool]  # for the launch in front: one, that changes
+    sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
 
 
 def run(
@@ -75,18 +108,28 @@ def run(
 ) -> None:
     """Run a kernel over a grid of blocks; a float argument is a float32."""
     lanes: dict[greenlet, _Lane] = {}
-    bound = rebind(kernel, lambda intrinsic: _meaning(intrinsic, lanes, memory))
+    names: set[str] = set()
+
+    def meaning(intrinsic: Intrinsic) -> Callable[..., Any]:
+        names.add(intrinsic.name)
+        return _meaning(intrinsic, lanes, memory)
+
+    bound = rebind(kernel, meaning)
+    waits_at_its_entry = "await_previous" not in names
+    memory.begin_launch()
     words = [np.float32(one) if isinstance(one, float) else one for one in arguments]
     with np.errstate(all="ignore"):
         for z in range(grid[2]):
             for y in range(grid[1]):
                 for x in range(grid[0]):
                     shared = bytearray(b"\xff" * shared_bytes)
+                    sees_all = [False]
                     lanes.clear()
                     made = [greenlet(bound) for _ in range(threads)]
                     for thread, one in enumerate(made):
                         one.gr_context = copy_context()  # in which the errstate holds
-                        lanes[one] = _Lane(thread, (x, y, z), grid, shared)
+                        waited = [waits_at_its_entry]
+                        lanes[one] = _Lane(thread, (x, y, z), grid, shared, waited, sees_all)
                     _run_block(made, words, backwards=(x + y + z) % 2 == 1)
 
 
@@ -299,8 +342,14 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
     }
     if name in places:
         return places[name]
-    if name in ("await_previous", "hold"):
-        return lambda *_: None  # launches follow each other here
+    if name == "await_previous":
+
+        def await_previous() -> None:  # launches follow each other here
+            own().has_waited[0] = True
+
+        return await_previous
+    if name == "hold":
+        return lambda _: None
     if name == "prefetch":
 
         def prefetch(address: int, size: int) -> None:
@@ -311,13 +360,15 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
 
         return prefetch
     if name == "arrive":
-        load, store = (_access(f"{word}_i32", own, memory) for word in ("load", "store"))
+        store = _access("store_i32", own, memory)
 
         def arrive(place: int, last: int) -> int:
-            found: int = load(place)
+            memory.check(place, 4, "store")
+            found = ctypes.c_int32.from_address(place).value
             if not 0 <= found <= last:
                 raise KernelFault(f"{found} of {last} others arrived: the word was not 0")
             store(place, 0 if found == last else found + 1)
+            own().sees_all[0] = found == last
             return found
 
         return arrive
@@ -353,13 +404,27 @@ def _access(name: str, own: Callable[[], _Lane], memory: Memory) -> Callable[...
             raise KernelFault(f"{name} at {place} of {len(block)} shared bytes")
         return block, place
 
+    def check_writer(place: int) -> None:
+        lane = own()
+        writer = memory.writer_of(place, size, lane.block)
+        if writer == "in front" and kind == "fetch":
+            raise KernelFault(f"{name} of what the launch in front wrote, at {place:#x}")
+        if writer == "in front" and not lane.has_waited[0]:
+            raise KernelFault(f"{name} of what the launch in front may write, at {place:#x}")
+        if writer == "beside" and kind != "add" and not lane.sees_all[0]:
+            raise KernelFault(f"{name} of what another block writes, at {place:#x}")
+
     def load(place: int) -> Any:
+        if not shared:
+            check_writer(place)
         found = layout.unpack_from(*bytes_at(place))
         values = tuple(np.float32(one) if element == "f32" else one for one in found)
         return values[0] if number == 1 else values
 
     def store(place: int, *values: Any) -> None:
         target, offset = bytes_at(place)
+        if not shared:
+            memory.note_write(place, size, own().block)
         bits = 8 * layout.size // number
         raw = values if element == "f32" else [_signed(value, bits) for value in values]
         layout.pack_into(target, offset, *raw)
