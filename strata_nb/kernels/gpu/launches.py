@@ -9,6 +9,7 @@ left then becomes the card's kernel for it.
     with_routes      a layer's routing and experts
     with_shares      a choice of tokens in two launches
     with_products    products of a single row
+    with_batches     products of more rows than a window has
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from strata_nb.kernels.gpu.attention_launches import with_runs
+from strata_nb.kernels.gpu.batches import WINDOW_ROWS, with_batches
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.product_launches import with_products
 from strata_nb.kernels.gpu.routed import with_routes
@@ -28,6 +30,8 @@ def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     found = list(with_shares(with_routes(list(with_runs(program)))))
     if rows == 1:
         found = list(with_products(found))
+    elif rows > WINDOW_ROWS:
+        found = list(with_batches(found))
     return [one if isinstance(one, CardLaunch) else card_launch(one) for one in found]
 
 

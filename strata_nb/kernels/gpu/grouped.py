@@ -1,0 +1,545 @@
+"""Multiply many rows with packed weights by tensor cores, bytes with bytes.
+
+A block has 64 outputs and up to 64 rows. It decodes a few sub-blocks of the outputs at a time to
+bytes and scales in shared memory, puts the rows' bytes beside them, and multiplies both. So a
+weight is read and decoded once for 64 rows. Two halves of shared memory take turns: while some
+warps still multiply, others bring what is next. A warp has 16 outputs and 32 rows.
+
+The product of 32 bytes is exact. What it is scaled by, and in which order such products are added,
+is what `products.py` does for a single row, so that a row has the same bits alone and in company:
+
+    chain c    the sub-blocks c, c + step, c + 2 * step ... one after the other; step is four for
+               each warp that `one_row.warps_of` gives a row
+    then       for each four chains (a + b) + (c + d), and those in ascending order
+
+A lane finishes a chain before it begins the next, and keeps three sums of each of its products in
+registers; the fourth, which changes least, is in shared memory.
+
+An integer sum begins as the bits of 1.5 * 2 ** 23: what comes out, read as a float, is that much
+larger than the sum, and a subtraction takes the place of a conversion, which takes cards longer.
+
+Rows may be all those of a step, or those of an expert: `grouping.py` says which.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.intrinsics import (
+    WARP,
+    barrier,
+    block_x,
+    block_y,
+    f32,
+    f32_of_bits,
+    f32_of_i32,
+    fetch_f32,
+    fma,
+    i32,
+    i64,
+    load_2xi32,
+    load_4xi32,
+    load_f32,
+    load_i32,
+    load_i64,
+    mma_16x8x16,
+    mma_16x8x32,
+    shared_load_2xf32,
+    shared_load_2xi32,
+    shared_load_4xf32,
+    shared_load_f32,
+    shared_store_4xi32,
+    shared_store_f32,
+    store_f32,
+    thread_index,
+)
+from strata_nb.kernels.gpu.operations import (
+    MOST_REGISTERS,
+    Arguments,
+    Function,
+    GpuKernel,
+    Grid,
+    blocks_of,
+    outputs_grid,
+    weights_read,
+)
+from strata_nb.kernels.gpu.products import WARP_SUB_BLOCKS, decoder_of, row_bytes_of
+from strata_nb.kernels.gpu.weights import Decoder
+from strata_nb.kernels.quantised_rows import HALF_SUMS, SCALES, SUB_BLOCK_BYTES, SUMS
+from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
+
+OUTPUTS = 64  # of a block
+ROWS = 64  # at most, of a block
+_WARPS = 8
+_THREADS = WARP * _WARPS
+_HELD = 4  # sub-blocks in each half of shared memory
+_PIECE = 8  # rows that an instruction multiplies
+_LANE_ROWS = 4 * _PIECE  # of a warp
+_BEYOND = 0x4B400000  # the bits of 1.5 * 2 ** 23
+_SHIFT = 12_582_912.0  # that number
+_MANY_REGISTERS = 168  # one block a multiprocessor
+_HIGHEST_BITS = -0x7F7F7F80  # of the bytes of a word
+
+# A half of shared memory: bytes of weights and of rows (sub-blocks, 64, 32), then records of floats
+# of both (sub-blocks, 64, floats). The eight words of a sub-block lie as 0 4 1 5 2 6 3 7: the two
+# that a lane needs are neighbours.
+_BYTES = SUB_BLOCK * OUTPUTS  # of a sub-block
+_OF_ROWS = _HELD * _BYTES
+_RECORDS = 2 * _OF_ROWS
+
+
+def _record_floats(form: Decoder) -> tuple[int, int]:
+    """Return the floats of a record of weights, and of one of rows.
+
+    weights   scale [of the upper half] [minimum [of the upper half]]
+    rows      scale [sum of quants, or those of its halves and nothing]
+    """
+    return (1 + form.halves) * (1 + form.minima), (1 + form.halves) * 2 if form.minima else 1
+
+
+_APART = 4 * _THREADS  # from one of a thread's sums to the next
+
+
+def _shared_bytes(form: Decoder) -> int:
+    """Return the bytes of both halves, and of sums behind them."""
+    return 2 * _half_bytes(form) + _SUMS * _APART
+
+
+def _half_bytes(form: Decoder) -> int:
+    return _RECORDS + 4 * OUTPUTS * _HELD * sum(_record_floats(form))
+
+
+# -- sums of a lane --------------------------------------------------------------------------------
+#
+# A lane has four products of each piece of eight rows, and sums of them as one tuple.
+
+
+def _zeros() -> Any:
+    zero = f32(0.0)
+    four = zero, zero, zero, zero
+    return four + four + four + four
+
+
+@cache
+def _adder(count: int) -> Function:
+    """Return a device function: the sums of two tuples of so many floats, a multiple of 4."""
+
+    def four(a: Any, b: Any) -> Any:
+        return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+
+    if count == 4:
+        return four
+    others = _adder(count - 4)
+
+    def added(a: Any, b: Any) -> Any:
+        return four(a, b) + others(a[4:], b[4:])
+
+    return added
+
+
+_SUMS = 4 * _LANE_ROWS // _PIECE
+_added = _adder(_SUMS)
+
+
+@cache
+def _keeper(count: int) -> Function:
+    """Return a device function (place, sums) that adds so many floats to those in shared memory,
+    which lie apart for each thread."""
+
+    def four(place: int, sums: Any) -> None:
+        shared_store_f32(place, shared_load_f32(place) + sums[0])
+        after = place + _APART
+        shared_store_f32(after, shared_load_f32(after) + sums[1])
+        after += _APART
+        shared_store_f32(after, shared_load_f32(after) + sums[2])
+        after += _APART
+        shared_store_f32(after, shared_load_f32(after) + sums[3])
+
+    if count == 4:
+        return four
+    others = _keeper(count - 4)
+
+    def keep(place: int, sums: Any) -> None:
+        four(place, sums)
+        others(place + 4 * _APART, sums[4:])
+
+    return keep
+
+
+_keep = _keeper(_SUMS)
+
+
+@cache
+def _piece(form: Decoder) -> Function:
+    """Return a device function (sums, a, records, x, floats): sums of a piece and its products.
+
+    a         four words of weights
+    records   of the lane's two outputs
+    x         where the lane's words of the rows are
+    floats    where the records of its two rows are
+    """
+    of_rows = _record_floats(form)[1]
+    halves, minima = form.halves, form.minima
+
+    def exact(bits: Any) -> Any:
+        return f32_of_bits(bits) - f32(_SHIFT)
+
+    def one(total: Any, lower: Any, upper: Any, record: Any, row: Any) -> Any:
+        product = record[0] * exact(lower)
+        if halves:
+            product = fma(record[1], exact(upper), product)
+            if minima:
+                product = fma(-record[2], row[1], product)
+                product = fma(-record[3], row[2], product)
+        elif minima:
+            product = fma(-record[1], row[1], product)
+        return fma(product, row[0], total)
+
+    def rows_at(place: int) -> Any:
+        if of_rows == 1:
+            first, second = shared_load_2xf32(place)
+            return (first,), (second,)
+        if of_rows == 2:
+            found = shared_load_4xf32(place)
+            return found[:2], found[2:]
+        return shared_load_4xf32(place), shared_load_4xf32(place + 16)
+
+    def piece(sums: Any, a: Any, records: Any, x: int, floats: int) -> Any:
+        b, c = shared_load_2xi32(x)
+        first, second = rows_at(floats)
+        if halves:
+            zero = i32(_BEYOND)
+            low = mma_16x8x16(a[0], a[1], b, zero, zero, zero, zero)
+            high = mma_16x8x16(a[2], a[3], c, zero, zero, zero, zero)
+        else:
+            zero = i32(_BEYOND)
+            low = mma_16x8x32(a[0], a[1], a[2], a[3], b, c, zero, zero, zero, zero)
+            high = low
+        upper, lower = records
+        return (
+            one(sums[0], low[0], high[0], upper, first),
+            one(sums[1], low[1], high[1], upper, second),
+            one(sums[2], low[2], high[2], lower, first),
+            one(sums[3], low[3], high[3], lower, second),
+        )
+
+    return piece
+
+
+@cache
+def _pieces(form: Decoder, count: int) -> Function:
+    """Return `_piece` of so many pieces."""
+    piece, step = _piece(form), 4 * _PIECE * _record_floats(form)[1]
+    if count == 1:
+        return piece
+    others = _pieces(form, count - 1)
+
+    def pieces(sums: Any, a: Any, records: Any, x: int, floats: int) -> Any:
+        return piece(sums[:4], a, records, x, floats) + others(
+            sums[4:], a, records, x + SUB_BLOCK * _PIECE, floats + step
+        )
+
+    return pieces
+
+
+@cache
+def _sub_block(form: Decoder) -> Function:
+    """Return a device function that adds the products of a sub-block in shared memory to sums.
+
+    add(sums, weights, of_weights, x, of_rows): where the lane's words and records are
+    """
+    pieces, floats = _pieces(form, _LANE_ROWS // _PIECE), _record_floats(form)[0]
+
+    def record_at(place: int) -> Any:
+        if floats == 1:
+            return (shared_load_f32(place),)
+        return shared_load_2xf32(place) if floats == 2 else shared_load_4xf32(place)
+
+    def add(sums: Any, weights: int, of_weights: int, x: int, of_rows: int) -> Any:
+        a, c = shared_load_2xi32(weights)
+        b, d = shared_load_2xi32(weights + SUB_BLOCK * GROUP_ROWS)
+        records = record_at(of_weights), record_at(of_weights + 4 * floats * GROUP_ROWS)
+        return pieces(sums, (a, b, c, d), records, x, of_rows)
+
+    return add
+
+
+# -- what shared memory gets -----------------------------------------------------------------------
+
+
+@cache
+def _bringer(kind: TensorType) -> Function:
+    """Return a device function that brings a sub-block of an output and of a row.
+
+    bring(half, place, group, rows_in_group, row, x, sub_blocks, s)
+
+    half    of shared memory, place: of 4 * 64, of both the output and the row
+    group, rows_in_group, row   of the output, as `Decoder.decode` has them
+    x       the quantised row
+    """
+    form = decoder_of(kind)
+    decode, offset = form.decode, form.offset
+    halves, minima = form.halves, form.minima
+    of_weights, of_rows = _record_floats(form)
+    offsets = offset * 0x01010101
+
+    def less(word: Any) -> Any:
+        """Take the offset off the bytes of a word, none of which lends to another."""
+        return i32((i32(word) | _HIGHEST_BITS) - offsets ^ _HIGHEST_BITS) if offset else i32(word)
+
+    def bring(
+        half: int,
+        place: int,
+        group: int,
+        rows_in_group: int,
+        row: int,
+        x: int,
+        sub_blocks: int,
+        s: int,
+    ) -> None:
+        # A row is smaller than 2 GiB: offsets of 32 bits take fewer registers.
+        quants = x + i32(SUB_BLOCK * s)
+        xa, xb, xc, xd = load_4xi32(quants)
+        xe, xf, xg, xh = load_4xi32(quants + 16)
+        x_scale = load_f32(x + i32(SCALES * sub_blocks + 4 * s))
+        x_sum = other_sum = i32(0)
+        if minima and halves:
+            x_sum, other_sum = load_2xi32(x + i32(HALF_SUMS * sub_blocks + 8 * s))
+        elif minima:
+            x_sum = load_i32(x + i32(SUMS * sub_blocks + 4 * s))
+        a, b, c, d, e, f, g, h, scale, other_scale, minimum, other_minimum = decode(
+            group, rows_in_group, row, sub_blocks, s
+        )
+        words = half + SUB_BLOCK * place
+        shared_store_4xi32(words, less(a), less(e), less(b), less(f))
+        shared_store_4xi32(words + 16, less(c), less(g), less(d), less(h))
+        shared_store_4xi32(words + _OF_ROWS, xa, xe, xb, xf)
+        shared_store_4xi32(words + _OF_ROWS + 16, xc, xg, xd, xh)
+        record = half + _RECORDS + 4 * of_weights * place
+        shared_store_f32(record, scale)
+        if halves:
+            shared_store_f32(record + 4, other_scale)
+        if minima:
+            shared_store_f32(record + 4 + 4 * halves, minimum)
+        if minima and halves:
+            shared_store_f32(record + 12, other_minimum)
+        record = half + _RECORDS + 4 * OUTPUTS * _HELD * of_weights + 4 * of_rows * place
+        shared_store_f32(record, x_scale)
+        if minima:
+            shared_store_f32(record + 4, f32_of_i32(x_sum))
+        if minima and halves:
+            shared_store_f32(record + 8, f32_of_i32(other_sum))
+
+    return bring
+
+
+# -- the product of a block ------------------------------------------------------------------------
+
+
+@cache
+def block_product(kind: TensorType) -> Function:
+    """Return a device function: a block's 64 outputs of up to 64 rows, the same in all threads.
+
+    multiply(first, here, sources, targets, x, weight, bias, y, values, outputs, block, step, add)
+
+    first, here   the number of the block's first row, and how many there are, 1 at least
+    sources       address of int64: which row of x each is; 0: those of their own number
+    targets       the same of y
+    block         the first output
+    step          chains of a row: see the head of this file
+
+    The others are those of `linear` of the table.
+    """
+    form = decoder_of(kind)
+    bring, add_sub_block = _bringer(kind), _sub_block(form)
+    of_weights, of_rows = _record_floats(form)
+    half_bytes = _half_bytes(form)
+    bytes_of_row = row_bytes_of(kind)
+
+    def store(
+        place: int,
+        number: int,
+        first: int,
+        here: int,
+        targets: int,
+        bias: int,
+        y: int,
+        outputs: int,
+        output: int,
+        add: int,
+    ) -> None:
+        """Store the four sums of a piece, of which `number` is the lane's first row."""
+        a, b = shared_load_f32(place), shared_load_f32(place + _APART)
+        c, d = shared_load_f32(place + 2 * _APART), shared_load_f32(place + 3 * _APART)
+        store_one(a, number, first, here, targets, bias, y, outputs, output, add)
+        store_one(b, number + 1, first, here, targets, bias, y, outputs, output, add)
+        other = output + GROUP_ROWS
+        store_one(c, number, first, here, targets, bias, y, outputs, other, add)
+        store_one(d, number + 1, first, here, targets, bias, y, outputs, other, add)
+
+    def store_one(
+        total: Any,
+        number: int,
+        first: int,
+        here: int,
+        targets: int,
+        bias: int,
+        y: int,
+        outputs: int,
+        output: int,
+        add: int,
+    ) -> None:
+        if number < here and output < outputs:
+            row = first + number
+            if targets != 0:
+                row = load_i64(targets + 8 * row)
+            if bias != 0:
+                total += fetch_f32(bias + 4 * output)
+            place = y + 4 * (row * outputs + output)
+            if add != 0:
+                total += load_f32(place)
+            store_f32(place, total)
+
+    def multiply(
+        first: int,
+        here: int,
+        sources: int,
+        targets: int,
+        x: int,
+        weight: int,
+        bias: int,
+        y: int,
+        values: int,
+        outputs: int,
+        block: int,
+        step: int,
+        add: int,
+    ) -> None:
+        thread, sub_blocks, step = thread_index(), i32(values >> 5), i32(step)
+        here = i32(here)
+        warp, lane = i32(thread >> 5), i32(thread & WARP - 1)
+        # What this thread brings: a sub-block of an output and of a row, as lanes of a decoder.
+        in_group, held = i32(lane & GROUP_ROWS - 1), i32(lane >> 3)
+        output = min(block + GROUP_ROWS * warp, outputs - 1 & -GROUP_ROWS)
+        rows_in_group = i32(min(outputs - output, GROUP_ROWS))
+        group = weight + output * bytes_of_row(sub_blocks)
+        in_group_there = i32(min(in_group, rows_in_group - 1))
+        own = first + min(GROUP_ROWS * warp + in_group, here - 1)
+        if sources != 0:
+            own = load_i64(sources + 8 * own)
+        of_row = x + own * sub_blocks * SUB_BLOCK_BYTES
+        place = i32(OUTPUTS * held + GROUP_ROWS * warp + in_group)
+        # What it multiplies: 16 outputs of 32 rows for the warp.
+        g, t = i32(lane >> 2), i32(lane & 3)
+        own_output, own_row = i32(16 * (warp & 3) + g), i32(_LANE_ROWS * (warp >> 2))
+        words = i32(SUB_BLOCK * own_output + 8 * t)
+        row_words = i32(_OF_ROWS + SUB_BLOCK * (own_row + g) + 8 * t)
+        records = i32(_RECORDS + 4 * of_weights * own_output)
+        row_records = i32(
+            _RECORDS + 4 * OUTPUTS * _HELD * of_weights + 4 * of_rows * (own_row + 2 * t)
+        )
+
+        kept, number = i32(2 * half_bytes + 4 * thread), 0
+        while number < _SUMS:
+            shared_store_f32(kept + _APART * number, f32(0.0))
+            number += 1
+        chain, pair, other = _zeros(), _zeros(), _zeros()
+        c, s, half = i32(0), i32(0), i32(0)
+        at = i32(min(step * held, sub_blocks - 1))
+        bring(half, place, group, rows_in_group, in_group_there, of_row, sub_blocks, at)
+        barrier()
+        while c < step:
+            if own_row < here:
+                number = 0
+                while number < _HELD and s + step * number < sub_blocks:
+                    chain = add_sub_block(
+                        chain,
+                        half + words + _BYTES * number,
+                        half + records + 4 * of_weights * OUTPUTS * number,
+                        half + row_words + _BYTES * number,
+                        half + row_records + 4 * of_rows * ROWS * number,
+                    )
+                    number += 1
+                if s + _HELD * step >= sub_blocks:
+                    quarter = c & WARP_SUB_BLOCKS - 1
+                    if quarter == 0:
+                        pair = chain
+                    elif quarter == 1:
+                        pair = _added(pair, chain)
+                    elif quarter == 2:
+                        other = chain
+                    else:
+                        _keep(kept, _added(pair, _added(other, chain)))
+                    chain = _zeros()
+            next_chain, next_s = c, i32(s + _HELD * step)
+            if next_s >= sub_blocks:
+                next_chain = i32(c + 1)
+                next_s = next_chain
+            if next_chain < step:
+                at = i32(min(next_s + step * held, sub_blocks - 1))
+                bring(
+                    i32(half_bytes - half),
+                    place,
+                    group,
+                    rows_in_group,
+                    in_group_there,
+                    of_row,
+                    sub_blocks,
+                    at,
+                )
+            barrier()
+            c, s, half = next_chain, next_s, i32(half_bytes - half)
+
+        output, number, piece = block + own_output, own_row + 2 * t, 0
+        while piece < _LANE_ROWS // _PIECE:
+            store(kept, number, first, here, targets, bias, y, outputs, output, add)
+            kept += 4 * _APART
+            number += _PIECE
+            piece += 1
+
+    return multiply
+
+
+def registers_of(kind: TensorType) -> int:
+    """Return the most registers of a thread: where halves have minima too, 128 are not enough."""
+    form = decoder_of(kind)
+    return _MANY_REGISTERS if form.halves and form.minima else MOST_REGISTERS
+
+
+@cache
+def batch_linear_kernel(kind: TensorType, warps: int) -> GpuKernel:
+    """Return `linear` of the table for many rows: grid (outputs / 64, rows / 64).
+
+    warps   that share a row in `linear` of few rows: `one_row.warps_of`
+
+    Reads the weights, and 1.5 bytes a value of the rows for each 64 outputs.
+    """
+    multiply, step = block_product(kind), WARP_SUB_BLOCKS * warps
+
+    def linear(
+        rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
+    ) -> None:
+        first = ROWS * i64(block_y())
+        here = load_i64(rows) - first
+        if here <= 0:
+            return
+        here = min(here, ROWS)
+        block = OUTPUTS * i64(block_x())
+        multiply(first, here, 0, 0, x, weight, bias, y, values, outputs, block, step, add)
+
+    def grid(arguments: Arguments, most_rows: int) -> Grid:
+        _, outputs, _ = outputs_grid(1, arguments["outputs"], OUTPUTS)
+        return outputs, blocks_of(most_rows, ROWS), 1
+
+    shared_bytes = _shared_bytes(decoder_of(kind))
+    return GpuKernel(
+        f"batch_linear_{warps}_{kind.name.lower()}",
+        linear,
+        _THREADS,
+        grid,
+        lambda _: shared_bytes,
+        registers_of(kind),
+        weights_read(kind),
+    )
