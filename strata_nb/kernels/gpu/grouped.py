@@ -18,7 +18,7 @@ registers; the fourth, which changes least, is in shared memory.
 An integer sum begins as the bits of 1.5 * 2 ** 23: what comes out, read as a float, is that much
 larger than the sum, and a subtraction takes the place of a conversion, which takes cards longer.
 
-Rows may be all those of a step, or those of an expert: `grouping.py` says which.
+Rows may be all those of a step, or those of an expert's tile (`kernels/groups.py`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,12 @@ from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     barrier,
-    block_x,
-    block_y,
     f32,
     f32_of_bits,
     f32_of_i32,
     fetch_f32,
     fma,
     i32,
-    i64,
     load_2xi32,
     load_4xi32,
     load_f32,
@@ -57,23 +54,18 @@ from strata_nb.kernels.gpu.intrinsics import (
 )
 from strata_nb.kernels.gpu.operations import (
     MOST_REGISTERS,
-    Arguments,
     Function,
-    GpuKernel,
-    Grid,
-    blocks_of,
-    outputs_grid,
-    weights_read,
 )
 from strata_nb.kernels.gpu.products import WARP_SUB_BLOCKS, decoder_of, row_bytes_of
 from strata_nb.kernels.gpu.weights import Decoder
+from strata_nb.kernels.groups import TILE_ROWS
 from strata_nb.kernels.quantised_rows import HALF_SUMS, SCALES, SUB_BLOCK_BYTES, SUMS
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
 OUTPUTS = 64  # of a block
-ROWS = 64  # at most, of a block
+ROWS = TILE_ROWS  # at most, of a block
 _WARPS = 8
-_THREADS = WARP * _WARPS
+THREADS = WARP * _WARPS
 _HELD = 4  # sub-blocks in each half of shared memory
 _PIECE = 8  # rows that an instruction multiplies
 _LANE_ROWS = 4 * _PIECE  # of a warp
@@ -99,12 +91,12 @@ def _record_floats(form: Decoder) -> tuple[int, int]:
     return (1 + form.halves) * (1 + form.minima), (1 + form.halves) * 2 if form.minima else 1
 
 
-_APART = 4 * _THREADS  # from one of a thread's sums to the next
+_APART = 4 * THREADS  # from one of a thread's sums to the next
 
 
-def _shared_bytes(form: Decoder) -> int:
-    """Return the bytes of both halves, and of sums behind them."""
-    return 2 * _half_bytes(form) + _SUMS * _APART
+def shared_bytes_of(kind: TensorType) -> int:
+    """Return the bytes of shared memory of a block: both halves, and sums behind them."""
+    return 2 * _half_bytes(decoder_of(kind)) + _SUMS * _APART
 
 
 def _half_bytes(form: Decoder) -> int:
@@ -506,40 +498,3 @@ def registers_of(kind: TensorType) -> int:
     """Return the most registers of a thread: where halves have minima too, 128 are not enough."""
     form = decoder_of(kind)
     return _MANY_REGISTERS if form.halves and form.minima else MOST_REGISTERS
-
-
-@cache
-def batch_linear_kernel(kind: TensorType, warps: int) -> GpuKernel:
-    """Return `linear` of the table for many rows: grid (outputs / 64, rows / 64).
-
-    warps   that share a row in `linear` of few rows: `one_row.warps_of`
-
-    Reads the weights, and 1.5 bytes a value of the rows for each 64 outputs.
-    """
-    multiply, step = block_product(kind), WARP_SUB_BLOCKS * warps
-
-    def linear(
-        rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
-    ) -> None:
-        first = ROWS * i64(block_y())
-        here = load_i64(rows) - first
-        if here <= 0:
-            return
-        here = min(here, ROWS)
-        block = OUTPUTS * i64(block_x())
-        multiply(first, here, 0, 0, x, weight, bias, y, values, outputs, block, step, add)
-
-    def grid(arguments: Arguments, most_rows: int) -> Grid:
-        _, outputs, _ = outputs_grid(1, arguments["outputs"], OUTPUTS)
-        return outputs, blocks_of(most_rows, ROWS), 1
-
-    shared_bytes = _shared_bytes(decoder_of(kind))
-    return GpuKernel(
-        f"batch_linear_{warps}_{kind.name.lower()}",
-        linear,
-        _THREADS,
-        grid,
-        lambda _: shared_bytes,
-        registers_of(kind),
-        weights_read(kind),
-    )

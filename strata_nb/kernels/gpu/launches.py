@@ -9,7 +9,7 @@ left then becomes the card's kernel for it.
     with_routes      a layer's routing and experts
     with_shares      a choice of tokens in two launches
     with_products    products of a single row
-    with_batches     products of more rows than a window has
+    with_batches     products and experts of more rows than a window has
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from strata_nb.kernels.program import Launch, Program
 
 def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows."""
-    found = list(with_shares(with_routes(list(with_runs(program)))))
+    found = list(with_runs(program))
+    if rows > WINDOW_ROWS:
+        found = list(with_batches(found, rows))
+    found = list(with_shares(with_routes(found)))
     if rows == 1:
         found = list(with_products(found))
-    elif rows > WINDOW_ROWS:
-        found = list(with_batches(found))
     return [one if isinstance(one, CardLaunch) else card_launch(one) for one in found]
 
 

@@ -45,7 +45,7 @@ class CardKernel(NamedTuple):
         return CardLaunch(self.find(variant, arguments), label, arguments, self.kinds)
 
 
-def _kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> CardKernel:
+def card_kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> CardKernel:
     """Return a kernel whose addresses are written `*name`, as in the table."""
     words = arguments.split()
     kinds = tuple("address" if word.startswith("*") else "integer" for word in words)
@@ -53,18 +53,18 @@ def _kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> Card
 
 
 CARD_KERNELS = {
-    "route": _kernel(
+    "route": card_kernel(
         "*rows *logits *tier *addresses *use *tally *chosen *shares *blobs experts top_k "
         "renormalise",
         lambda _, given: route_kernel(given["experts"], given["top_k"]),
     ),
-    "expert_gate_up": _kernel(
+    "expert_gate_up": card_kernel(
         "*rows *blobs *x *inner *packed gate_offset up_offset top_k values outputs row_bytes",
         lambda pair, given: expert_gate_up_kernel(
             pair[0], pair[1], given["values"], given["outputs"]
         ),
     ),
-    "expert_down": _kernel(
+    "expert_down": card_kernel(
         "*rows *blobs *inner *shares *y down_offset top_k values outputs",
         lambda kind, given: expert_down_kernel(
             kind, given["values"], given["outputs"], given["top_k"]
