@@ -75,6 +75,9 @@ class Backend(Protocol[Prepared]):
     has_slots   whether experts are copied to the device; else they are read where the host has them
     of_host     whether the device is made of the host's memory, so that what it holds counts there
     most_rows   of one step; None: as many as there are buffers for
+    exact_rows  of one step, up to which bits do not depend on how many there are; None: any number
+    batches_apart   whether a step of more rows than a window has is another program
+    gathers_rows    whether rows are brought into the order of experts, or read where they are
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
     attends_in_runs   whether attention needs work space for runs of cells (`kernels/runs.py`)
     outside_bytes   of the device that the ledger leaves alone: its driver needs them for itself
@@ -102,6 +105,15 @@ class Backend(Protocol[Prepared]):
     def most_rows(self) -> int | None: ...
 
     @property
+    def exact_rows(self) -> int | None: ...
+
+    @property
+    def batches_apart(self) -> bool: ...
+
+    @property
+    def gathers_rows(self) -> bool: ...
+
+    @property
     def chooses_tokens(self) -> bool: ...
 
     @property
@@ -122,14 +134,27 @@ class Backend(Protocol[Prepared]):
     def packed_row_bytes(self, values: int) -> int:
         """Return the bytes of a quantised row of activations."""
 
-    def compile(self, programs: Sequence[Program], progress: Progress | None, say: Say) -> None:
+    def compile(
+        self,
+        programs: Sequence[Program],
+        progress: Progress | None,
+        say: Say,
+        *,
+        batch_rows: int = 0,
+    ) -> None:
         """Compile what programs launch, wherever their buffers will be: the long part of `prepare`.
+
+        batch_rows   as `prepare` has it
 
         `progress` is told of (kernels done, in all), `say` of a wait.
         """
 
-    def prepare(self, programs: Sequence[Program]) -> Sequence[Prepared]:
-        """Make programs ready to run; they can be run until the backend is closed."""
+    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> Sequence[Prepared]:
+        """Make programs ready to run; they can be run until the backend is closed.
+
+        batch_rows   most rows of steps that are prompt batches, where these are programs apart; 0:
+                     windows, and where they are the same all steps
+        """
 
     def share(self, table: SharedTable, *, is_written: bool = False) -> int:
         """Return where programs find a table of the host, for as long as the backend is open.
@@ -182,7 +207,9 @@ class HostBackend:
     """
 
     device = 0
-    of_host, most_rows, chooses_tokens, attends_in_runs = True, None, False, False
+    of_host, most_rows, exact_rows = True, None, None
+    chooses_tokens = attends_in_runs = batches_apart = False
+    gathers_rows = True
     outside_bytes = reserve_bytes = 0
 
     def __init__(self, text: str, threads: int, recorder: Recorder | None = None) -> None:
@@ -207,11 +234,18 @@ class HostBackend:
     def packed_row_bytes(self, values: int) -> int:
         return row_bytes(values)
 
-    def compile(self, programs: Sequence[Program], progress: Progress | None, say: Say) -> None:
+    def compile(
+        self,
+        programs: Sequence[Program],
+        progress: Progress | None,
+        say: Say,
+        *,
+        batch_rows: int = 0,
+    ) -> None:
         compile_ahead(programs, progress=progress, say=say)
         self._threads()  # who cannot start them hears it before a model is loaded
 
-    def prepare(self, programs: Sequence[Program]) -> list[PreparedProgram]:
+    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> list[PreparedProgram]:
         space = WorkSpace(tuple(one for program in programs for one in program), self.threads)
         self._spaces.append(space)
         return [prepare(program, space) for program in programs]

@@ -66,9 +66,9 @@ def heads_alone(model: DeviceModel) -> Iterator[None]:
 
     def run_heads(program: Any, *given: Any) -> None:
         if program is windows._program:
-            model._backend.run(steps.heads._head, *given)
-            model._backend.run(steps.heads._choice, *given)
-        elif program is not steps._body:
+            model._backend.run(steps._few.heads._head, *given)
+            model._backend.run(steps._few.heads._choice, *given)
+        elif program is not steps._few._body:
             run(program, *given)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -124,7 +124,7 @@ def test_logits_that_the_card_cannot_use_are_reported_as_the_host_reports_them(
 
         def damaged(program: Any, *given: Any) -> None:
             run(program, *given)
-            if program is model._steps.heads._head:
+            if program is model._steps._few.heads._head:
                 bad = np.full(model.description.vocab_size, np.nan, np.float32)
                 model._backend.send(model._programs.logits, bad)
 

@@ -211,7 +211,7 @@ def test_no_kernel_writes_between_the_buffers_of_a_step(
     # The record is sent as one run of memory, guards and all.
     pattern = np.full(GUARD_BYTES, PATTERN, np.uint8)
     with on_card(model_file) as model:
-        backend, buffers, record = model._backend, seen[-1], model._steps.record
+        backend, buffers, record = model._backend, seen[-1], model._steps._few.record
         sent = range(record.address, record.address + len(record.memory))
         guards = [address for address in buffers.guards if address not in sent]
         assert len(guards) > 20

@@ -9,6 +9,7 @@ left then becomes the card's kernel for it.
     with_routes      a layer's routing and experts
     with_shares      a choice of tokens in two launches
     with_products    products of a single row
+    with_slices      attention of more rows than a window has
     with_batches     products and experts of more rows than a window has
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from strata_nb.kernels.gpu.attention_launches import with_runs
+from strata_nb.kernels.gpu.attention_slices import with_slices
 from strata_nb.kernels.gpu.batches import WINDOW_ROWS, with_batches
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.product_launches import with_products
@@ -29,7 +31,7 @@ def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows."""
     found = list(with_runs(program))
     if rows > WINDOW_ROWS:
-        found = list(with_batches(found, rows))
+        found = list(with_batches(list(with_slices(found, rows)), rows))
     found = list(with_shares(with_routes(found)))
     if rows == 1:
         found = list(with_products(found))
