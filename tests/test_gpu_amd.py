@@ -12,9 +12,10 @@ from typing import Any
 
 import amdgpu_lowering
 import pytest
-from gpu_launches import shaped, shaped_for_card
+from gpu_launches import OF_CARDS, shaped, shaped_for_card
 
 from strata_nb.formats import CACHE_TYPES, TensorType
+from strata_nb.kernels.gpu.batches import BATCH_KERNELS
 from strata_nb.kernels.gpu.compile import llvm_code
 from strata_nb.kernels.gpu.intrinsics import SHARED_NAME
 from strata_nb.kernels.gpu.launches import card_launches
@@ -27,7 +28,7 @@ T = TensorType
 Case = tuple[str, Any]  # a kernel of the table, a variant
 CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
 # Products of matrices are made of shuffles here, and these do not fit the registers.
-OF_SHUFFLES = "attention_halves"
+OF_SHUFFLES = ("attention_halves", "batch_linear", "batch_expert")
 WEIGHTS = sorted(PACKED | UNPACKED)
 
 # Sizes of a model of the usual kind, by the table's names.
@@ -61,6 +62,7 @@ DECODED = [T.F16, T.Q4_0, T.Q8_0, T.Q4_K, T.Q6_K, T.IQ4_XS, T.IQ3_S, T.IQ1_M, T.
 AXES: dict[str, str | None] = {
     **{name: kernel.axis for name, kernel in KERNELS.items() if name not in FUSED},
     **dict(zip(CARD_KERNELS, (None, "gate_up", "weights"), strict=True)),
+    **{name: "weights" if name == "batch_expert" else None for name in BATCH_KERNELS},
 }
 FEW: dict[str, list[Any]] = {
     "embed": [T.Q4_K],
@@ -69,6 +71,7 @@ FEW: dict[str, list[Any]] = {
     "attention": [("f16", "f16"), ("int8", "f16")],
     "expert_gate_up": [(T.Q4_K, T.Q4_K)],
     "expert_down": [T.Q6_K],
+    "batch_expert": [T.Q4_K],
 }
 
 
@@ -96,8 +99,8 @@ def label(case: Case) -> str:
 
 def lower(name: str, variant: Any) -> None:
     """Lower a kernel to machine code of every card, and look at what it is made of."""
-    if name in CARD_KERNELS:
-        names = list(CARD_KERNELS[name].arguments)
+    if name in OF_CARDS:
+        names = list(OF_CARDS[name].arguments)
     else:
         names = [one.name for one in KERNELS[name].arguments]
     sizes = {one: SIZES[one] for one in names if one in SIZES}

@@ -16,6 +16,7 @@ from gpu_launches import shaped, shaped_for_card
 from strata_nb.formats import CACHE_TYPES
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels.gpu import compile as gpu_compile
+from strata_nb.kernels.gpu.batches import BATCH_KERNELS
 from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
@@ -38,7 +39,9 @@ OF_ALL_LENGTHS = (T.Q4_K, T.IQ2_XS)  # the usual type, and one that needs most r
 GROUPS = (4, 1, 8)  # heads that share a K/V head
 VOCABULARIES = (258, 4096, 151_936)
 EXPERTS = {"outputs": 64, "top_k": 8}
-NAMES = [*(name for name in KERNELS if name not in FUSED), *CARD_KERNELS]
+NAMES = [*(name for name in KERNELS if name not in FUSED), *CARD_KERNELS, *BATCH_KERNELS]
+IN_BATCHES = (T.Q4_K, T.Q2_K)  # the usual type, and one that needs most registers
+BATCH_ROWS = 64
 ROUTERS = ((8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8))
 
 
@@ -67,7 +70,9 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     found: Kernels = {}
     for name in NAMES:
         for variant, values in launches_of(name, lengths=lengths):
-            for rows in (1, 8):
+            of_batches = name == "linear" and variant in (PACKED if lengths else IN_BATCHES)
+            is_usual = values.get("values") == LENGTHS_OF_PRODUCTS[0]  # others have the same code
+            for rows in (1, 8, BATCH_ROWS) if of_batches and is_usual else (1, 8):
                 for made in shaped_for_card(name, variant, rows=rows, **values):
                     found[made.kernel.name] = made.kernel, made.kinds
             if name == "kv_append":  # which a card launches together with what is before it
@@ -82,9 +87,11 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
 
 def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str, int]]]:
     """Yield a variant and the arguments that decide about code, for each code of a kernel."""
-    axis = None if name in CARD_KERNELS else KERNELS[name].axis
+    axis = KERNELS[name].axis if name in KERNELS else None
     if name == "embed":
         yield from ((kind, {}) for kind in KINDS)
+    elif name == "batch_expert":
+        yield from ((kind, {"values": 768} | EXPERTS) for kind in (PACKED if lengths else [T.Q6_K]))
     elif axis == "weights" or name.startswith("expert_"):
         for kind in KINDS:
             count = 3 if lengths or kind in OF_ALL_LENGTHS else 1
@@ -102,6 +109,8 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
         yield from ((None, {"width": width}) for width in WIDTHS)
     elif name == "sample":
         yield from ((None, {"vocabulary": vocabulary}) for vocabulary in VOCABULARIES)
+    elif name == "batch_group":
+        yield from ((None, {"top_k": top_k}) for top_k in (2, 8))
     elif name == "route":
         yield from ((None, {"experts": experts, "top_k": top_k}) for experts, top_k in ROUTERS)
     else:

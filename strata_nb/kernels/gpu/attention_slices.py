@@ -14,6 +14,7 @@ from typing import TypeGuard
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.intrinsics import block_x, i64, load_i64, store_i64, thread_index
 from strata_nb.kernels.gpu.operations import GpuKernel, blocks_of
+from strata_nb.kernels.gpu.routed import card_kernel
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.runs import slice_rows, work_bytes
@@ -37,6 +38,9 @@ def slices_kernel() -> GpuKernel:
         _THREADS,
         lambda arguments, _: (blocks_of(arguments["slices"], _THREADS), 1, 1),
     )
+
+
+SLICES = card_kernel("*rows *counts each slices", lambda _, __: slices_kernel())
 
 
 def with_slices(program: Sequence[Launch | CardLaunch], rows: int) -> Iterator[Launch | CardLaunch]:
@@ -68,9 +72,8 @@ def _sliced(attention: CardLaunch, combine: Launch | CardLaunch, rows: int) -> I
     each = slice_rows(rows, *sizes)
     slices = blocks_of(rows, each)
     counts = given["work"] + work_bytes(rows, *sizes) - 8 * slices
-    arguments = {"rows": given["rows"], "counts": counts, "each": each, "slices": slices}
-    kinds = ("address", "address", "integer", "integer")
-    yield CardLaunch(slices_kernel(), "slices", arguments, kinds)
+    words = {"rows": given["rows"], "counts": counts, "each": each, "slices": slices}
+    yield SLICES.part(words, label="slices")
     steps = {
         "rows": 8,
         "sequences": 8 * each,
@@ -80,12 +83,13 @@ def _sliced(attention: CardLaunch, combine: Launch | CardLaunch, rows: int) -> I
         "packed": row_bytes(heads * length) * each if combine.arguments["packed"] else 0,
     }
     for number in range(slices):
+        here = min(each, rows - each * number)
         for one in (attention, combine):
-            words = {
+            shifted = {
                 name: word + number * steps.get(name, 0) for name, word in one.arguments.items()
             }
-            words["rows"] = counts + 8 * number
-            yield one._replace(kernel=_of_rows(one.kernel, each), arguments=words)
+            shifted["rows"] = counts + 8 * number
+            yield one._replace(kernel=_of_rows(one.kernel, here), arguments=shifted)
 
 
 def _of_rows(kernel: GpuKernel, rows: int) -> GpuKernel:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.attention_slices import SLICES
 from strata_nb.kernels.gpu.batch_products import batch_expert_kernel, batch_linear_kernel
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.functions import arguments_of
@@ -35,6 +36,7 @@ from strata_nb.packing import PACKED
 WINDOW_ROWS = 8  # more of them are a batch
 
 BATCH_KERNELS = {
+    "batch_slices": SLICES,
     "batch_count": card_kernel("*rows *chosen *counts experts top_k", lambda _, __: count_kernel()),
     "batch_group": card_kernel(
         "*rows *chosen *counts *members *sources *tiles experts top_k",
