@@ -43,10 +43,10 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def on_card(path: Path, *, ctx: int = 256, **options: Any) -> Iterator[DeviceModel]:
+def on_card(path: Path, *, ctx: int = 256, rows: int = 8, **options: Any) -> Iterator[DeviceModel]:
     with (
         closing(open_backend("cuda", 2)) as backend,
-        closing(load(backend, path, ctx=ctx, rows=8, **options)) as model,  # type: ignore[arg-type]
+        closing(load(backend, path, ctx=ctx, rows=rows, **options)) as model,  # type: ignore[arg-type]
     ):
         yield model
         model.ledger.check_integrity()
@@ -65,6 +65,32 @@ def test_a_row_has_the_same_bits_in_every_window(
 ) -> None:
     with on_card(model_file) as model:
         assert same_bits(read_in(model, IDS, rows), exact)
+
+
+def test_prompts_in_batches_give_what_windows_give_whatever_the_size_of_the_batches(
+    model_file: Path, exact: Floats
+) -> None:
+    with on_card(model_file, rows=64) as model:
+        found = read_in(model, IDS, 64)
+        assert np.abs(found - exact).max() < 1e-3 * np.abs(exact).max()
+        assert same_bits(read_in(model, IDS, 20), found)  # no batch of either is a window
+        assert same_bits(read_in(model, IDS, 8), exact)
+    with on_card(model_file, rows=64, expert_cache="0") as model:
+        assert same_bits(read_in(model, IDS, 64), found)
+
+
+def test_sequences_are_read_in_one_batch(model_file: Path) -> None:
+    texts = [random_tokens(count, count) for count in (30, 1, 12)]
+    with on_card(model_file, rows=64) as model:
+        sequences = [model.open_sequence() for _ in texts]
+        rows = [
+            Row(sequence, token, place == len(text) - 1)
+            for sequence, text in zip(sequences, texts, strict=True)
+            for place, token in enumerate(text)
+        ]
+        found = model.step(rows)
+        wanted = np.stack([read_in(model, text, 8)[-1] for text in texts])
+    assert np.abs(found - wanted).max() < 1e-3 * np.abs(wanted).max()
 
 
 def test_a_row_has_the_same_bits_beside_rows_of_other_sequences(

@@ -18,6 +18,7 @@ from oracle_models import rewrite
 from threadpoolctl import threadpool_info
 
 from strata_nb import Engine, Options, Sampling, cpu, models
+from strata_nb.backend import HostBackend
 from strata_nb.engine import Session
 from strata_nb.errors import ConfigError, FileFormatError, StrataError
 from strata_nb.sampling import Choice
@@ -30,6 +31,24 @@ GREEDY = Sampling(temperature=0)
 def engine(model: str, request: pytest.FixtureRequest) -> Iterator[Engine]:
     with Engine.open(Options(model, device=request.param, ctx_size=64, prefill=7)) as engine:
         yield engine
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "rows", "said"),
+    [
+        (False, 24, "--prefill 30: the device host reads prompts 24 rows at a time"),
+        (True, 8, "--prefill 30: the device host reads prompts 8 rows at a time with --determin"),
+    ],
+)
+def test_a_device_reads_no_more_rows_at_a_time_than_it_can_or_than_keep_their_bits(
+    model: str, monkeypatch: pytest.MonkeyPatch, deterministic: bool, rows: int, said: str
+) -> None:
+    monkeypatch.setattr(HostBackend, "most_rows", 24)
+    monkeypatch.setattr(HostBackend, "exact_rows", 8)
+    options = Options(model, "host", ctx_size=64, prefill=30, deterministic=deterministic)
+    with Engine.open(options) as engine:
+        assert engine.prefill_rows == rows
+        assert any(line.startswith(said) for line in engine.warnings)
 
 
 class Script:
