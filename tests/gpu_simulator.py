@@ -280,6 +280,13 @@ def _level_parts(word: int, *levels: int) -> tuple[int, int]:
     return int.from_bytes(below, "little", signed=True), int.from_bytes(others, "little")
 
 
+def _bytes_by_nibbles(a: int, b: int, numbers: int) -> int:
+    given, nibbles = struct.pack("<2i", a, b), [numbers >> 4 * place & 15 for place in range(4)]
+    if max(nibbles) > 7:
+        raise KernelFault(f"bytes_by_nibbles with {numbers:#x}: there are eight bytes")
+    return int.from_bytes(bytes(given[one] for one in nibbles), "little", signed=True)
+
+
 _PLAIN: dict[str, Callable[..., Any]] = {
     "dp4a": lambda a, b, c: _signed(
         c + sum(x * y for x, y in zip(_bytes_of(a), _bytes_of(b), strict=True)), 32
@@ -291,6 +298,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "sign_bytes": lambda word: int.from_bytes(
         bytes(255 if one < 0 else 0 for one in _bytes_of(word)), "little", signed=True
     ),
+    "bytes_by_nibbles": _bytes_by_nibbles,
     "levels_of": _levels_of,
     "bits_of_f32": lambda x: int(np.float32(x).view(np.int32)),
     "f32_of_bits": lambda bits: np.array(bits, np.int32).view(np.float32)[()],

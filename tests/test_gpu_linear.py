@@ -153,7 +153,7 @@ def test_a_bias_is_added_and_the_whole_to_what_is_there(
         assert close(found, read, matrix.weight, expected), list(given)
 
 
-@pytest.mark.parametrize("kind", [T.Q4_K, T.Q3_K, T.BF16], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [T.Q4_K, T.Q3_K, T.IQ3_S, T.BF16], ids=lambda kind: kind.name)
 def test_the_product_of_a_row_does_not_depend_on_its_company(
     gpu: gpu_launches.Run, kind: TensorType
 ) -> None:

@@ -27,7 +27,7 @@ def product(x: int, kind: TensorType, *, outputs: int = 8, waits: bool = False) 
 def test_products_of_the_same_row_are_one_launch() -> None:
     program = [product(1, T.Q4_K, waits=True), product(1, T.Q6_K, outputs=16), product(1, T.Q4_K)]
     (one,) = card_launches(tuple(program), 1)
-    assert one.kernel.name == "one_row_1_q4_k_q6_k_q4_k"
+    assert one.kernel.name == "one_row_q4_k_q6_k_q4_k_256"
     assert one.grid(1) == (4, 1, 1)
     assert one.label == "blk.0.of_8, of_16, of_8"
     assert len(card_launches(tuple(program), 2)) == 3

@@ -7,7 +7,7 @@ binding.py      gives the names in a kernel their meaning
 compile.py      Numba makes machine code of a kernel: the only importer of numba.cuda
 cubins.py       machine code on disk
 
-weights.py, grids.py, floats.py              what a lane reads of each type of weights
+weights.py, grids.py, tables.py, floats.py   what a lane reads of each type of weights
 products.py                                  quantised rows times packed weights
 linear.py, embedding.py                      whole rows times a weight, rows of a table
 

@@ -27,19 +27,18 @@ from strata_nb.kernels.gpu.operations import (
     outputs_grid,
     weights_read,
 )
-from strata_nb.kernels.gpu.products import WARP_SUB_BLOCKS
 from strata_nb.kernels.groups import TILE_BYTES, most_tiles
 
 
 @cache
-def batch_linear_kernel(kind: TensorType, warps: int) -> GpuKernel:
+def batch_linear_kernel(kind: TensorType, parts: int) -> GpuKernel:
     """Return `linear` of the table for many rows: grid (outputs / 64, rows / 64).
 
-    warps   that share a row in `linear` of few rows: `one_row.warps_of`
+    parts   of a row, each with a sum of its own: `one_row.warps_of`
 
     Reads the weights, and 1.5 bytes a value of the rows for each 64 outputs.
     """
-    multiply, step = block_product(kind), WARP_SUB_BLOCKS * warps
+    multiply = block_product(kind)
 
     def linear(
         rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
@@ -50,7 +49,7 @@ def batch_linear_kernel(kind: TensorType, warps: int) -> GpuKernel:
             return
         here = min(here, ROWS)
         block = OUTPUTS * i64(block_x())
-        multiply(first, here, 0, 0, x, weight, bias, y, values, outputs, block, step, add)
+        multiply(first, here, 0, 0, x, weight, bias, y, values, outputs, block, parts, add)
 
     def grid(arguments: Arguments, most_rows: int) -> Grid:
         _, outputs, _ = outputs_grid(1, arguments["outputs"], OUTPUTS)
@@ -58,7 +57,7 @@ def batch_linear_kernel(kind: TensorType, warps: int) -> GpuKernel:
 
     shared_bytes = shared_bytes_of(kind)
     return GpuKernel(
-        f"batch_linear_{warps}_{kind.name.lower()}",
+        f"batch_linear_{parts}_{kind.name.lower()}",
         linear,
         THREADS,
         grid,
@@ -69,7 +68,7 @@ def batch_linear_kernel(kind: TensorType, warps: int) -> GpuKernel:
 
 
 @cache
-def batch_expert_kernel(kind: TensorType, warps: int) -> GpuKernel:
+def batch_expert_kernel(kind: TensorType, parts: int) -> GpuKernel:
     """Return the product of choices' rows with a matrix of their experts: a block for each tile.
 
     Its grid is (outputs / 64, tiles), and its arguments are tiles, sources and targets
@@ -77,12 +76,12 @@ def batch_expert_kernel(kind: TensorType, warps: int) -> GpuKernel:
     `offset`, x, y, values, outputs, experts and top_k. For place i of `members`,
     y[targets[i]] = x[sources[i]] times the matrix.
 
-    warps   as `batch_linear_kernel` has it
+    parts   as `batch_linear_kernel` has it
 
     Reads the matrix of each expert that was chosen once for each of its tiles, most of it from the
     card's cache, and 1.5 bytes a value of the rows for each 64 outputs.
     """
-    multiply, step = block_product(kind), WARP_SUB_BLOCKS * warps
+    multiply = block_product(kind)
 
     def expert(
         tiles: int,
@@ -104,7 +103,7 @@ def batch_expert_kernel(kind: TensorType, warps: int) -> GpuKernel:
         number, first, here = load_i64(record), load_i64(record + 8), load_i64(record + 16)
         weight = load_i64(addresses + 8 * number) + offset
         block = OUTPUTS * i64(block_x())
-        multiply(first, here, sources, targets, x, weight, 0, y, values, outputs, block, step, 0)
+        multiply(first, here, sources, targets, x, weight, 0, y, values, outputs, block, parts, 0)
 
     def grid(arguments: Arguments, most_rows: int) -> Grid:
         _, outputs, _ = outputs_grid(1, arguments["outputs"], OUTPUTS)
@@ -117,7 +116,7 @@ def batch_expert_kernel(kind: TensorType, warps: int) -> GpuKernel:
 
     shared_bytes = shared_bytes_of(kind)
     return GpuKernel(
-        f"batch_expert_{warps}_{kind.name.lower()}",
+        f"batch_expert_{parts}_{kind.name.lower()}",
         expert,
         THREADS,
         grid,

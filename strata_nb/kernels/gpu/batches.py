@@ -65,8 +65,8 @@ def with_batches(
         layer = [one for one in program[number : number + len(FUSED)] if isinstance(one, Launch)]
         if isinstance(one, Launch) and one.kernel == "linear" and one.variant in PACKED:
             kind = TensorType(one.variant)
-            warps = warps_of(arguments_of(one)["values"])
-            yield card_launch(one)._replace(kernel=batch_linear_kernel(kind, warps))
+            parts = warps_of(arguments_of(one)["values"])
+            yield card_launch(one)._replace(kernel=batch_linear_kernel(kind, parts))
         elif tuple(part.kernel for part in layer) == FUSED and _is_packed(*layer[-2:]):
             yield from _routed(rows, *layer)
             number += len(FUSED) - 1

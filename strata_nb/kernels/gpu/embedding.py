@@ -20,6 +20,7 @@ from strata_nb.kernels.gpu.intrinsics import (
 )
 from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, Grid, blocks_of
 from strata_nb.kernels.gpu.products import decoder_of, row_bytes_of
+from strata_nb.kernels.gpu.tables import table_bytes, table_filler
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK, UNPACKED
 
 THREADS = 64
@@ -68,7 +69,9 @@ def _plain(kind: TensorType) -> GpuKernel:
 
 @cache
 def _packed(kind: TensorType) -> GpuKernel:
-    decode, offset, _, minima = decoder_of(kind)
+    decoder = decoder_of(kind)
+    read, unpack, offset, minima = decoder.read, decoder.unpack, decoder.offset, decoder.minima
+    fill = table_filler(kind, 0, THREADS)
     bytes_of_row = row_bytes_of(kind)
 
     def store_four(place: int, quants: int, scale: Any, minimum: Any) -> None:
@@ -85,15 +88,15 @@ def _packed(kind: TensorType) -> GpuKernel:
     ) -> None:
         row = i64(block_y())
         s, sub_blocks = THREADS * i64(block_x()) + i64(thread_index()), width >> 5
+        fill(i64(thread_index()))
         if row < load_i64(rows) and s < sub_blocks:
             token = _token(tokens, drawn, row)
             member = token & GROUP_ROWS - 1
             first = token - member
             rows_in_group = min(vocabulary - first, GROUP_ROWS)
             group = weight + first * bytes_of_row(sub_blocks)
-            a, b, c, d, e, f, g, h, low, high, low_minimum, high_minimum = decode(
-                group, rows_in_group, member, sub_blocks, s
-            )
+            words = read(group, rows_in_group, member, sub_blocks, s)
+            a, b, c, d, e, f, g, h, low, high, low_minimum, high_minimum = unpack(words, 0)
             place = x + 4 * (row * width + SUB_BLOCK * s)
             store_four(place, a, low, low_minimum)
             store_four(place + 16, b, low, low_minimum)
@@ -107,4 +110,12 @@ def _packed(kind: TensorType) -> GpuKernel:
     def grid(arguments: Arguments, most_rows: int) -> Grid:
         return blocks_of(arguments["width"] // SUB_BLOCK, THREADS), most_rows, 1
 
-    return GpuKernel(f"embed_{kind.name.lower()}", embed, THREADS, grid, reads=_reads(kind))
+    shared_bytes = table_bytes(kind)
+    return GpuKernel(
+        f"embed_{kind.name.lower()}",
+        embed,
+        THREADS,
+        grid,
+        lambda _: shared_bytes,
+        reads=_reads(kind),
+    )

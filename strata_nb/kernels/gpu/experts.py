@@ -52,6 +52,7 @@ from strata_nb.kernels.gpu.operations import (
 )
 from strata_nb.kernels.gpu.products import row_bytes_of, row_sum
 from strata_nb.kernels.gpu.routing import IN_HOST_MEMORY
+from strata_nb.kernels.gpu.tables import table_bytes, table_filler
 from strata_nb.kernels.gpu.tile_rows import tiles_of
 from strata_nb.kernels.gpu.tiles import tile_product
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
@@ -124,7 +125,8 @@ _PARTS = 4  # that the tiles of a row are shared by
 _GATE_UP_THREADS = WARP * _GROUPS * _PARTS
 _PART_BITS = (WARP * _GROUPS).bit_length() - 1  # of the number of a thread, below its part
 _SUMS_BYTES = 4 * SUB_BLOCK
-_WIDE = {TensorType.Q3_K, TensorType.IQ2_S}  # what these decode does not fit 64 registers
+# What these decode does not fit 64 registers.
+_WIDE = {TensorType.Q3_K, TensorType.IQ2_S, TensorType.IQ1_M}
 
 
 def _gate_up_grid(arguments: Arguments, most_rows: int) -> Grid:
@@ -164,9 +166,13 @@ def _packed_gate_up(
 
     Reads gate and up once for each choice, and its row, 1.5 bytes a value, for each group.
     """
-    gate_tile, up_tile = tile_product(gate_kind, sub_blocks), tile_product(up_kind, sub_blocks)
-    read_gate, add_gate = gate_tile
-    read_up, add_up = up_tile
+    gate_table = 2 * _SUMS_BYTES * _PARTS  # behind the sums
+    is_one_type = gate_kind is up_kind
+    up_table = gate_table if is_one_type else gate_table + table_bytes(gate_kind)
+    read_gate, add_gate = tile_product(gate_kind, sub_blocks, gate_table)
+    read_up, add_up = tile_product(up_kind, sub_blocks, up_table)
+    fill_gate = table_filler(gate_kind, gate_table, _GATE_UP_THREADS)
+    fill_up = table_filler(up_kind, up_table, _GATE_UP_THREADS)
     gate_bytes = row_bytes_of(gate_kind)(sub_blocks)
     up_bytes = row_bytes_of(up_kind)(sub_blocks)
     bring_gate = _bringer(gate_kind, sub_blocks, is_whole)
@@ -193,6 +199,9 @@ def _packed_gate_up(
         first, quarter = block + GROUP_ROWS * number, lane >> 3
         of_row, choice = x + row_bytes * in_row, in_row * top_k + block_x()
         here = load_i64(rows)
+        fill_gate(thread)
+        if not is_one_type:
+            fill_up(thread)
         await_previous()
         if in_row >= here:
             return
@@ -229,7 +238,7 @@ def _packed_gate_up(
     name = _of_shape(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", sub_blocks, is_whole)
     # Two blocks of a multiprocessor, so that all blocks of a row run at once on a large card.
     registers = MOST_REGISTERS if {gate_kind, up_kind} & _WIDE else 64
-    shared_bytes = 2 * _SUMS_BYTES * _PARTS
+    shared_bytes = up_table + table_bytes(up_kind)
     return GpuKernel(
         name,
         expert_gate_up,
@@ -336,7 +345,9 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
 
     Reads down once for each choice, and inner, 1.5 bytes a value, for each group.
     """
-    read_tile, add_tile = tile_product(kind, sub_blocks)
+    table = 4 * GROUP_ROWS * _DOWN_WARPS  # behind the sums
+    read_tile, add_tile = tile_product(kind, sub_blocks, table)
+    fill = table_filler(kind, table, WARP * _DOWN_WARPS)
     group_row_bytes = row_bytes_of(kind)(sub_blocks)
     bring = _bringer(kind, sub_blocks, is_whole)
     tiles = tiles_of(sub_blocks)
@@ -391,6 +402,7 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
         ones = read(one, blobs, group, rows_here, row, quarter)
         others = read(other, blobs, group, rows_here, row, quarter)
         thirds = read(third, blobs, group, rows_here, row, quarter)
+        fill(thread)
         await_previous()
         total = f32(0.0)
         while one < all_tiles:
@@ -410,7 +422,7 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
             store_f32(place, before + _sum_of_warps(thread))
 
     name = _of_shape(f"expert_down_{kind.name}_{top_k}x", sub_blocks, is_whole)
-    shared_bytes = 4 * GROUP_ROWS * _DOWN_WARPS
+    shared_bytes = table + table_bytes(kind)
     return GpuKernel(
         name,
         expert_down,

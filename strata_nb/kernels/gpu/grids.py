@@ -1,12 +1,20 @@
 """Unpack the grid types IQ1, IQ2 and IQ3: indices of points instead of quants.
 
-The same contract as `weights.py`: a decoder unpacks the 32 values of one sub-block of one row. A
-point has eight coordinates of a byte, or four (IQ3), and lies in a table that is part of the code.
-Signs are a bit a value, set for minus.
+The same contract as `weights.py`. A point has eight coordinates of a byte, or four (IQ3), and lies
+in a table. Signs are a bit a value, set for minus. What costs time is looking up and turning signs,
+so each family has its own way, which takes few instructions:
 
-The points of IQ1 have coordinates -1, 0 and 1, to which an eighth is added, or from which it is
-taken. Their table has a nibble for each (coordinate + 1), which makes it a quarter of what the host
-has; four coordinates become four bytes of eighths by a shift and an addition.
+    IQ2    Coordinates are three levels. A word numbers the eight of a point, a nibble each: a sign
+           is one more bit of the nibble, and an instruction that permutes bytes looks up four.
+    IQ3_S  Coordinates are odd. q ^ 255 is -q - 1, even, so a bit makes it -q.
+    IQ3_XXS  Coordinates are bytes that are negated as any.
+    IQ1    Coordinates are -1, 0 and 1, to which an eighth is added, or from which it is taken. A
+           word numbers the eight of a point (coordinate + 1), a nibble each; four become four bytes
+           of eighths by a shift and an addition.
+
+The tables of IQ2 and IQ3 are in shared memory, where the lanes of a warp look up different words in
+few cycles: a kernel puts the one of its type there (`tables.py`). Those of IQ1 are larger than
+what a block reads of its weights, and stay a part of the code.
 """
 
 from __future__ import annotations
@@ -19,14 +27,20 @@ from numpy.typing import NDArray
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.intrinsics import (
     ConstantTable,
+    bytes_by_nibbles,
     f32,
     f32_of_half,
     f32_of_i32,
-    fetch_2xi32,
-    fetch_i32,
-    fetch_u8,
-    fetch_u16,
+    high_bytes_in_turn,
     i32,
+    load_2xi32,
+    load_i32,
+    load_u8,
+    load_u16,
+    low_bytes_in_turn,
+    odd_bytes,
+    shared_load_i32,
+    sign_bytes,
 )
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.kernels.gpu.weights import Decoder, place_of
@@ -35,28 +49,35 @@ from strata_nb.quants import iq_grids
 
 T = TensorType
 _BLOCK_SUB_BLOCKS = 8
+_ONES = 0x01010101
 
 
-def _table(name: str, points: NDArray[np.int8]) -> ConstantTable:
-    """Return the points as words of four coordinates; one of eight has two words."""
-    words = np.ascontiguousarray(points).reshape(-1, 4).view("<i4")
+def _words(name: str, points: NDArray[np.int8]) -> ConstantTable:
+    """Return points of four coordinates, a word each."""
+    words = np.ascontiguousarray(points).view("<i4")
     return ConstantTable(name, tuple(words[:, 0].tolist()))
 
 
-def _nibbles(points: NDArray[np.int8]) -> ConstantTable:
-    """Return the points of IQ1, a word each: nibble 2 * i is that of coordinate i, 2 * i + 1 of
-    i + 4."""
-    numbers = (points + 1).astype(np.uint8)
-    words = np.ascontiguousarray(numbers[:, :4] | numbers[:, 4:] << 4).view("<i4")
-    return ConstantTable("iq1", tuple(words[:, 0].tolist()))
+def _nibbles(name: str, numbers: NDArray[Any], places: tuple[int, ...]) -> ConstantTable:
+    """Return points of eight coordinates, a word each: number i of a point is nibble places[i]."""
+    shifted = numbers.astype(np.uint32) << 4 * np.array(places, np.uint32)
+    words = np.bitwise_or.reduce(shifted, axis=1).view(np.int32)
+    return ConstantTable(name, tuple(words.tolist()))
 
 
-_IQ2_XXS = _table("iq2_xxs", iq_grids.IQ2_XXS)
-_IQ2_XS = _table("iq2_xs", iq_grids.IQ2_XS)
-_IQ2_S = _table("iq2_s", iq_grids.IQ2_S)
-_IQ3_XXS = _table("iq3_xxs", iq_grids.IQ3_XXS)
-IQ3_S_POINTS = _table("iq3_s", iq_grids.IQ3_S)
-_IQ1 = _nibbles(iq_grids.IQ1)
+def _levels(name: str, points: NDArray[np.int8]) -> ConstantTable:
+    """Return the points of an IQ2, by the numbers of their levels."""
+    return _nibbles(name, np.searchsorted(_LEVELS, points), (0, 1, 2, 3, 4, 5, 6, 7))
+
+
+_LEVELS = np.array([8, 25, 43, 0], np.int8)  # of IQ2; the last makes a word full
+_PLUS, _MINUS = (int(one.view("<i4")[0]) for one in (_LEVELS, -_LEVELS))
+_IQ2_XXS = _levels("iq2_xxs", iq_grids.IQ2_XXS)
+_IQ2_XS = _levels("iq2_xs", iq_grids.IQ2_XS)
+_IQ2_S = _levels("iq2_s", iq_grids.IQ2_S)
+_IQ3_XXS = _words("iq3_xxs", iq_grids.IQ3_XXS)
+IQ3_S_POINTS = _words("iq3_s", iq_grids.IQ3_S)
+_IQ1 = _nibbles("iq1", iq_grids.IQ1 + 1, (0, 2, 4, 6, 1, 3, 5, 7))
 
 
 # -- what the types share --------------------------------------------------------------------------
@@ -74,29 +95,33 @@ def _piece_place(kind: TensorType, name: str) -> Function:
     return place
 
 
-def _negated(coordinates: Any, signs: Any) -> Any:
-    """Return four coordinates (none is 0), each negated where its one of the low four bits is set.
+def _offsets(pair: int) -> Any:
+    """Return where the words are, in a table, that the lower and the upper 16 bits number."""
+    bytes_of = i32(pair << 2)
+    return bytes_of & 0xFFFF, bytes_of >> 16
 
-    The product puts bit i into bit 8 * i; what it puts elsewhere is masked out.
+
+def _spread(bits: Any) -> Any:
+    """Return a word that has bit i of four in bit 8 * i.
+
+    The product puts it there; what it puts elsewhere is masked out.
     """
-    ones = (signs & 15) * 0x204081 & 0x01010101
-    return i32((coordinates ^ ones * 255) + ones)
+    return i32(bits * 0x204081 & _ONES)
 
 
-def _even_signs(code: Any) -> Any:
-    """Add to a code of seven signs the eighth, which makes the number of minus signs even."""
-    folded = (code ^ code >> 4) & 15
-    return code | (0x6996 >> folded & 1) << 7  # bit n of 0x6996: whether n has an odd number of 1s
+def _signs_of(codes: int) -> Any:
+    """Return 32 signs, a byte for each of four bytes of seven: the eighth makes the number of minus
+    signs even."""
+    folded = codes ^ codes >> 4
+    folded ^= folded >> 2
+    folded ^= folded >> 1
+    return i32(codes | (folded & _ONES) << 7)
 
 
-def _signed_point(table: ConstantTable) -> Function:
-    """Return a function (index, signs): the two words of a point of eight, negated by a byte."""
-
-    def point(index: Any, signs: Any) -> Any:
-        low, high = table(2 * index), table(2 * index + 1)
-        return _negated(low, signs), _negated(high, signs >> 4)
-
-    return point
+def _sevens(word: int) -> Any:
+    """Return four numbers of seven bits as bytes."""
+    low = word & 0x7F | word << 1 & 0x7F00
+    return i32(low | word << 2 & 0x7F0000 | word << 3 & 0x7F000000)
 
 
 def _half_steps(scale: Any, steps: Any, unit: Any) -> Any:
@@ -112,124 +137,196 @@ def _odd_eighths(scale: Any, steps: Any) -> Any:
 # -- IQ2 -------------------------------------------------------------------------------------------
 
 
-def _iq2_xxs() -> Function:
-    kind = T.IQ2_XXS
-    words_place = _piece_place(kind, "grid_and_signs")
-    scale_place = _piece_place(kind, "scale")
-    point = _signed_point(_IQ2_XXS)
+def _eight(place: int, signs: int) -> Any:
+    """Return the two words of a point at a place of shared memory, negated by a byte of signs.
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        indices, signs = fetch_2xi32(words_place(group, rows_in_group, row, sub_blocks, s))
-        q0, q1 = point(indices & 255, _even_signs(signs & 127))
-        q2, q3 = point(indices >> 8 & 255, _even_signs(signs >> 7 & 127))
-        q4, q5 = point(indices >> 16 & 255, _even_signs(signs >> 14 & 127))
-        q6, q7 = point(indices >> 24 & 255, _even_signs(signs >> 21 & 127))
-        d = f32_of_half(fetch_u16(scale_place(group, rows_in_group, row, sub_blocks, s)))
-        scale = _half_steps(d, i32(signs >> 28 & 15), f32(0.25))
-        return q0, q1, q2, q3, q4, q5, q6, q7, scale, scale, f32(0.0), f32(0.0)
-
-    return decode
+    Products part signs in fours, in twos, and one by one, into bit 2 of their nibbles.
+    """
+    pairs = (signs * 0x1001 & 0x000F000F) * 0x41 & 0x03030303
+    numbers = i32(shared_load_i32(place) ^ pairs * 0x24 & 0x44444444)
+    low = bytes_by_nibbles(_PLUS, _MINUS, numbers)
+    return low, bytes_by_nibbles(_PLUS, _MINUS, i32(numbers >> 16))
 
 
-def _iq2_xs() -> Function:
-    kind = T.IQ2_XS
-    words_place = _piece_place(kind, "grid_and_signs")
-    scale_place, steps_place = _piece_place(kind, "scale"), _piece_place(kind, "group_scales")
-    point = _signed_point(_IQ2_XS)
-
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        first, second = fetch_2xi32(words_place(group, rows_in_group, row, sub_blocks, s))
-        q0, q1 = point(first & 511, _even_signs(first >> 9 & 127))
-        q2, q3 = point(first >> 16 & 511, _even_signs(first >> 25 & 127))
-        q4, q5 = point(second & 511, _even_signs(second >> 9 & 127))
-        q6, q7 = point(second >> 16 & 511, _even_signs(second >> 25 & 127))
-        d = f32_of_half(fetch_u16(scale_place(group, rows_in_group, row, sub_blocks, s)))
-        steps = fetch_u8(steps_place(group, rows_in_group, row, sub_blocks, s))
-        low = _half_steps(d, i32(steps & 15), f32(0.25))
-        high = _half_steps(d, i32(steps >> 4), f32(0.25))
-        return q0, q1, q2, q3, q4, q5, q6, q7, low, high, f32(0.0), f32(0.0)
-
-    return decode
+def _points_of_eight(offsets: Any, signs: int, table: int) -> Any:
+    """Return the eight words of four points, by their offsets in the table and 32 signs."""
+    a, b, c, d = offsets
+    return (
+        *_eight(table + a, signs & 255),
+        *_eight(table + b, signs >> 8 & 255),
+        *_eight(table + c, signs >> 16 & 255),
+        *_eight(table + d, signs >> 24 & 255),
+    )
 
 
-def _iq2_s() -> Function:
-    kind = T.IQ2_S
-    low_place, high_place = _piece_place(kind, "grid_low"), _piece_place(kind, "grid_high")
-    signs_place = _piece_place(kind, "signs")
-    scale_place, steps_place = _piece_place(kind, "scale"), _piece_place(kind, "group_scales")
-    point = _signed_point(_IQ2_S)
+def _two_steps(scale: int, steps: int) -> Any:
+    """Return the scales of the lower and the upper half of a sub-block, and no minima."""
+    d = f32_of_half(scale)
+    low = _half_steps(d, i32(steps & 15), f32(0.25))
+    return low, _half_steps(d, i32(steps >> 4), f32(0.25)), f32(0.0), f32(0.0)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        indices = fetch_i32(low_place(group, rows_in_group, row, sub_blocks, s))
-        above = fetch_u8(high_place(group, rows_in_group, row, sub_blocks, s))
-        signs = fetch_i32(signs_place(group, rows_in_group, row, sub_blocks, s))
-        q0, q1 = point(indices & 255 | (above & 3) << 8, signs)
-        q2, q3 = point(indices >> 8 & 255 | (above & 12) << 6, signs >> 8)
-        q4, q5 = point(indices >> 16 & 255 | (above & 48) << 4, signs >> 16)
-        q6, q7 = point(indices >> 24 & 255 | (above & 192) << 2, signs >> 24)
-        d = f32_of_half(fetch_u16(scale_place(group, rows_in_group, row, sub_blocks, s)))
-        steps = fetch_u8(steps_place(group, rows_in_group, row, sub_blocks, s))
-        low = _half_steps(d, i32(steps & 15), f32(0.25))
-        high = _half_steps(d, i32(steps >> 4), f32(0.25))
-        return q0, q1, q2, q3, q4, q5, q6, q7, low, high, f32(0.0), f32(0.0)
 
-    return decode
+def _iq2_xxs() -> Decoder:
+    words_place = _piece_place(T.IQ2_XXS, "grid_and_signs")
+    scale_place = _piece_place(T.IQ2_XXS, "scale")
+
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+        words = load_2xi32(words_place(group, rows_in_group, row, sub_blocks, s))
+        return *words, load_u16(scale_place(group, rows_in_group, row, sub_blocks, s))
+
+    def unpack(words: Any, table: int) -> Any:
+        points, codes, d = words
+        offsets = (points << 2 & 1020, points >> 6 & 1020, points >> 14 & 1020, points >> 22 & 1020)
+        quants = _points_of_eight(offsets, _signs_of(_sevens(codes)), table)
+        scale = _half_steps(f32_of_half(d), i32(codes >> 28 & 15), f32(0.25))
+        return *quants, scale, scale, f32(0.0), f32(0.0)
+
+    return Decoder(read, unpack=unpack, table=_IQ2_XXS)
+
+
+def _iq2_xs() -> Decoder:
+    words_place = _piece_place(T.IQ2_XS, "grid_and_signs")
+    scale_place = _piece_place(T.IQ2_XS, "scale")
+    steps_place = _piece_place(T.IQ2_XS, "group_scales")
+
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+        words = load_2xi32(words_place(group, rows_in_group, row, sub_blocks, s))
+        scale = load_u16(scale_place(group, rows_in_group, row, sub_blocks, s))
+        return *words, scale, load_u8(steps_place(group, rows_in_group, row, sub_blocks, s))
+
+    def unpack(words: Any, table: int) -> Any:
+        first, second, scale, steps = words
+        # A point is numbered by nine bits of sixteen, its signs are in the others.
+        offsets = (*_offsets(i32(first & 0x01FF01FF)), *_offsets(i32(second & 0x01FF01FF)))
+        signs = _signs_of(i32(odd_bytes(first, second) >> 1 & 0x7F7F7F7F))
+        return *_points_of_eight(offsets, signs, table), *_two_steps(scale, steps)
+
+    return Decoder(read, halves=True, unpack=unpack, table=_IQ2_XS)
+
+
+def _iq2_s() -> Decoder:
+    low_place = _piece_place(T.IQ2_S, "grid_low")
+    high_place = _piece_place(T.IQ2_S, "grid_high")
+    signs_place = _piece_place(T.IQ2_S, "signs")
+    scale_place = _piece_place(T.IQ2_S, "scale")
+    steps_place = _piece_place(T.IQ2_S, "group_scales")
+
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+        return (
+            load_i32(low_place(group, rows_in_group, row, sub_blocks, s)),
+            load_u8(high_place(group, rows_in_group, row, sub_blocks, s)),
+            load_i32(signs_place(group, rows_in_group, row, sub_blocks, s)),
+            load_u16(scale_place(group, rows_in_group, row, sub_blocks, s)),
+            load_u8(steps_place(group, rows_in_group, row, sub_blocks, s)),
+        )
+
+    def unpack(words: Any, table: int) -> Any:
+        low, high, signs, scale, steps = words
+        # Two bits for each point: of the first and the third, of the others, a byte each.
+        above = (high & 0x33) * 0x1001 & 0x00030003 | (high & 0xCC) * 0x40040 & 0x03000300
+        above = i32(above)
+        first, second = low_bytes_in_turn(low, above), high_bytes_in_turn(low, above)
+        quants = _points_of_eight((*_offsets(first), *_offsets(second)), signs, table)
+        return *quants, *_two_steps(scale, steps)
+
+    return Decoder(read, halves=True, unpack=unpack, table=_IQ2_S)
 
 
 # -- IQ3 -------------------------------------------------------------------------------------------
 
 
-def _iq3_xxs() -> Function:
-    kind = T.IQ3_XXS
-    grid_place, signs_place = _piece_place(kind, "grid"), _piece_place(kind, "signs_and_scales")
-    scale_place = _piece_place(kind, "scale")
-    table = _IQ3_XXS
-
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        first, second = fetch_2xi32(grid_place(group, rows_in_group, row, sub_blocks, s))
-        word = fetch_i32(signs_place(group, rows_in_group, row, sub_blocks, s))
-        signs_0, signs_1 = _even_signs(word & 127), _even_signs(word >> 7 & 127)
-        signs_2, signs_3 = _even_signs(word >> 14 & 127), _even_signs(word >> 21 & 127)
-        q0 = _negated(table(first & 255), signs_0)
-        q1 = _negated(table(first >> 8 & 255), signs_0 >> 4)
-        q2 = _negated(table(first >> 16 & 255), signs_1)
-        q3 = _negated(table(first >> 24 & 255), signs_1 >> 4)
-        q4 = _negated(table(second & 255), signs_2)
-        q5 = _negated(table(second >> 8 & 255), signs_2 >> 4)
-        q6 = _negated(table(second >> 16 & 255), signs_3)
-        q7 = _negated(table(second >> 24 & 255), signs_3 >> 4)
-        d = f32_of_half(fetch_u16(scale_place(group, rows_in_group, row, sub_blocks, s)))
-        scale = _half_steps(d, i32(word >> 28 & 15), f32(0.5))
-        return q0, q1, q2, q3, q4, q5, q6, q7, scale, scale, f32(0.0), f32(0.0)
-
-    return decode
+def _negated(place: int, signs: int) -> Any:
+    """Return the four coordinates at a place of shared memory (none is 0), each negated where its
+    one of the low four bits is set."""
+    ones = _spread(signs & 15)
+    return i32((shared_load_i32(place) ^ ones * 255) + ones)
 
 
-def _iq3_s() -> Function:
-    kind = T.IQ3_S
-    low_place, high_place = _piece_place(kind, "grid_low"), _piece_place(kind, "grid_high")
-    signs_place = _piece_place(kind, "signs")
-    scale_place, steps_place = _piece_place(kind, "scale"), _piece_place(kind, "group_scales")
-    table = IQ3_S_POINTS
+def _iq3_xxs() -> Decoder:
+    grid_place = _piece_place(T.IQ3_XXS, "grid")
+    signs_place = _piece_place(T.IQ3_XXS, "signs_and_scales")
+    scale_place = _piece_place(T.IQ3_XXS, "scale")
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        first, second = fetch_2xi32(low_place(group, rows_in_group, row, sub_blocks, s))
-        above = fetch_u8(high_place(group, rows_in_group, row, sub_blocks, s))
-        signs = fetch_i32(signs_place(group, rows_in_group, row, sub_blocks, s))
-        q0 = _negated(table(first & 255 | (above & 1) << 8), signs)
-        q1 = _negated(table(first >> 8 & 255 | (above & 2) << 7), signs >> 4)
-        q2 = _negated(table(first >> 16 & 255 | (above & 4) << 6), signs >> 8)
-        q3 = _negated(table(first >> 24 & 255 | (above & 8) << 5), signs >> 12)
-        q4 = _negated(table(second & 255 | (above & 16) << 4), signs >> 16)
-        q5 = _negated(table(second >> 8 & 255 | (above & 32) << 3), signs >> 20)
-        q6 = _negated(table(second >> 16 & 255 | (above & 64) << 2), signs >> 24)
-        q7 = _negated(table(second >> 24 & 255 | (above & 128) << 1), signs >> 28)
-        d = f32_of_half(fetch_u16(scale_place(group, rows_in_group, row, sub_blocks, s)))
-        steps = fetch_i32(steps_place(group, rows_in_group, row, sub_blocks, s)) >> 4 * (s & 7)
-        scale = d * f32_of_i32(i32(2 * (steps & 15) + 1))
-        return q0, q1, q2, q3, q4, q5, q6, q7, scale, scale, f32(0.0), f32(0.0)
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+        points = load_2xi32(grid_place(group, rows_in_group, row, sub_blocks, s))
+        codes = load_i32(signs_place(group, rows_in_group, row, sub_blocks, s))
+        return *points, codes, load_u16(scale_place(group, rows_in_group, row, sub_blocks, s))
 
-    return decode
+    def unpack(words: Any, table: int) -> Any:
+        first, second, codes, d = words
+        signs = _signs_of(_sevens(codes))
+        scale = _half_steps(f32_of_half(d), i32(codes >> 28 & 15), f32(0.5))
+        return (
+            _negated(table + (first << 2 & 1020), signs),
+            _negated(table + (first >> 6 & 1020), i32(signs >> 4)),
+            _negated(table + (first >> 14 & 1020), i32(signs >> 8)),
+            _negated(table + (first >> 22 & 1020), i32(signs >> 12)),
+            _negated(table + (second << 2 & 1020), i32(signs >> 16)),
+            _negated(table + (second >> 6 & 1020), i32(signs >> 20)),
+            _negated(table + (second >> 14 & 1020), i32(signs >> 24)),
+            _negated(table + (second >> 22 & 1020), i32(signs >> 28)),
+            scale,
+            scale,
+            f32(0.0),
+            f32(0.0),
+        )
+
+    return Decoder(read, unpack=unpack, table=_IQ3_XXS)
+
+
+def _odd(place: int, signs: int) -> Any:
+    """Return the four odd coordinates at a place of shared memory, negated where the byte of
+    `signs` is below 0."""
+    return i32((shared_load_i32(place) ^ sign_bytes(signs)) | _ONES)
+
+
+def _eight_odd(numbers: int, above: int, signs: int, table: int) -> Any:
+    """Return four words of coordinates: numbers are bytes, with a ninth bit each in `above`; signs
+    are the low sixteen bits.
+
+    Products put sign i of four into the highest bit of byte i, from either half of a byte.
+    """
+    a, b = _offsets(low_bytes_in_turn(numbers, above))
+    c, d = _offsets(high_bytes_in_turn(numbers, above))
+    upper = signs >> 8
+    return (
+        _odd(table + a, i32((signs & 15) * 0x10204080)),
+        _odd(table + b, i32((signs & 240) * 0x01020408)),
+        _odd(table + c, i32((upper & 15) * 0x10204080)),
+        _odd(table + d, i32((upper & 240) * 0x01020408)),
+    )
+
+
+def iq3_s_quants(first: int, second: int, above: int, signs: int, table: int) -> Any:
+    """Return the eight words of quants of a sub-block of IQ3_S, by its words and byte `above`."""
+    lower = _eight_odd(first, _spread(above & 15), signs, table)
+    return *lower, *_eight_odd(second, _spread(above >> 4), i32(signs >> 16), table)
+
+
+def _iq3_s() -> Decoder:
+    low_place = _piece_place(T.IQ3_S, "grid_low")
+    high_place = _piece_place(T.IQ3_S, "grid_high")
+    signs_place = _piece_place(T.IQ3_S, "signs")
+    scale_place = _piece_place(T.IQ3_S, "scale")
+    steps_place = _piece_place(T.IQ3_S, "group_scales")
+
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+        steps = load_i32(steps_place(group, rows_in_group, row, sub_blocks, s)) & 0xFFFFFFFF
+        return (
+            *load_2xi32(low_place(group, rows_in_group, row, sub_blocks, s)),
+            load_u8(high_place(group, rows_in_group, row, sub_blocks, s)),
+            load_i32(signs_place(group, rows_in_group, row, sub_blocks, s)),
+            load_u16(scale_place(group, rows_in_group, row, sub_blocks, s)),
+            i32(steps >> 4 * (s & 7)),
+        )
+
+    def unpack(words: Any, table: int) -> Any:
+        first, second, above, signs, d, steps = words
+        quants = iq3_s_quants(first, second, above, signs, table)
+        scale = f32_of_half(d) * f32_of_i32(i32(2 * (steps & 15) + 1))
+        return *quants, scale, scale, f32(0.0), f32(0.0)
+
+    return Decoder(read, unpack=unpack, table=IQ3_S_POINTS)
 
 
 # -- IQ1 -------------------------------------------------------------------------------------------
@@ -247,40 +344,51 @@ def _shifted_point(index: Any, down: Any) -> Any:
     return i32(low ^ 0x80808080), i32(high ^ 0x80808080)
 
 
-def _iq1_s() -> Function:
+def _iq1_s() -> Decoder:
     kind = T.IQ1_S
     low_place, word_place = _piece_place(kind, "grid_low"), _piece_place(kind, "high_and_scales")
     scale_place = _piece_place(kind, "scale")
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        indices = fetch_i32(low_place(group, rows_in_group, row, sub_blocks, s))
-        word = fetch_u16(word_place(group, rows_in_group, row, sub_blocks, s))
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+        return (
+            load_i32(low_place(group, rows_in_group, row, sub_blocks, s)),
+            load_u16(word_place(group, rows_in_group, row, sub_blocks, s)),
+            load_u16(scale_place(group, rows_in_group, row, sub_blocks, s)),
+        )
+
+    def unpack(words: Any, _table: int) -> Any:
+        indices, word, d = words
         down = word >> 15
         q0, q1 = _shifted_point(indices & 255 | (word & 7) << 8, down)
         q2, q3 = _shifted_point(indices >> 8 & 255 | (word >> 3 & 7) << 8, down)
         q4, q5 = _shifted_point(indices >> 16 & 255 | (word >> 6 & 7) << 8, down)
         q6, q7 = _shifted_point(indices >> 24 & 255 | (word >> 9 & 7) << 8, down)
-        d = f32_of_half(fetch_u16(scale_place(group, rows_in_group, row, sub_blocks, s)))
-        scale = _odd_eighths(d, word >> 12 & 7)
+        scale = _odd_eighths(f32_of_half(d), word >> 12 & 7)
         return q0, q1, q2, q3, q4, q5, q6, q7, scale, scale, f32(0.0), f32(0.0)
 
-    return decode
+    return Decoder(read, unpack=unpack)
 
 
-def _iq1_m() -> Function:
+def _iq1_m() -> Decoder:
     kind = T.IQ1_M
     low_place, high_place = _piece_place(kind, "grid_low"), _piece_place(kind, "grid_high")
     scales_place = _piece_place(kind, "scales")
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        indices = fetch_i32(low_place(group, rows_in_group, row, sub_blocks, s))
-        above = fetch_u16(high_place(group, rows_in_group, row, sub_blocks, s))
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+        return (
+            load_i32(low_place(group, rows_in_group, row, sub_blocks, s)),
+            load_u16(high_place(group, rows_in_group, row, sub_blocks, s)),
+            *load_2xi32(scales_place(group, rows_in_group, row, sub_blocks, s)),
+            i32(s),
+        )
+
+    def unpack(words: Any, _table: int) -> Any:
+        indices, above, ab, cd, s = words
         q0, q1 = _shifted_point(indices & 255 | (above & 7) << 8, above >> 3 & 1)
         q2, q3 = _shifted_point(indices >> 8 & 255 | (above >> 4 & 7) << 8, above >> 7 & 1)
         q4, q5 = _shifted_point(indices >> 16 & 255 | (above >> 8 & 7) << 8, above >> 11 & 1)
         q6, q7 = _shifted_point(indices >> 24 & 255 | (above >> 12 & 7) << 8, above >> 15 & 1)
         # Four 16-bit words: their top nibbles are the float16 of the block, each has four scales.
-        ab, cd = fetch_2xi32(scales_place(group, rows_in_group, row, sub_blocks, s))
         d = f32_of_half(
             i32((ab >> 12 & 15) | (ab >> 28 & 15) << 4 | (cd >> 12 & 15) << 8 | (cd >> 28) << 12)
         )
@@ -289,15 +397,15 @@ def _iq1_m() -> Function:
         low, high = _odd_eighths(d, steps & 7), _odd_eighths(d, steps >> 3 & 7)
         return q0, q1, q2, q3, q4, q5, q6, q7, low, high, f32(0.0), f32(0.0)
 
-    return decode
+    return Decoder(read, halves=True, unpack=unpack)
 
 
 DECODERS: dict[TensorType, Decoder] = {
-    T.IQ2_XXS: Decoder(_iq2_xxs()),
-    T.IQ2_XS: Decoder(_iq2_xs(), halves=True),
-    T.IQ2_S: Decoder(_iq2_s(), halves=True),
-    T.IQ3_XXS: Decoder(_iq3_xxs()),
-    T.IQ3_S: Decoder(_iq3_s()),
-    T.IQ1_S: Decoder(_iq1_s()),
-    T.IQ1_M: Decoder(_iq1_m(), halves=True),
+    T.IQ2_XXS: _iq2_xxs(),
+    T.IQ2_XS: _iq2_xs(),
+    T.IQ2_S: _iq2_s(),
+    T.IQ3_XXS: _iq3_xxs(),
+    T.IQ3_S: _iq3_s(),
+    T.IQ1_S: _iq1_s(),
+    T.IQ1_M: _iq1_m(),
 }

@@ -5,12 +5,15 @@ bytes and scales in shared memory, puts the rows' bytes beside them, and multipl
 weight is read and decoded once for 64 rows. Two halves of shared memory take turns: while some
 warps still multiply, others bring what is next. A warp has 16 outputs and 32 rows.
 
-The product of 32 bytes is exact. What it is scaled by, and in which order such products are added,
-is what `products.py` does for a single row, so that a row has the same bits alone and in company:
+The product of 32 bytes is exact. Each is scaled and added as `products.sub_block_dot` does it, in
+the order in which a window adds the products of a row (`tiles.py`), whatever the batch:
 
-    chain c    the sub-blocks c, c + step, c + 2 * step ... one after the other; step is four for
-               each warp that `one_row.warps_of` gives a row
-    then       for each four chains (a + b) + (c + d), and those in ascending order
+    chain      of a part of the row and one of four quarters: the sub-blocks that a lane has which
+               takes that quarter of every tile of the part, one after the other
+    then       for the four quarters (a + b) + (c + d), and the parts in ascending order
+
+So a row has the same bits alone and in company, but for the types that `tiles.py` scales by
+integers: there the last bits differ.
 
 A lane finishes a chain before it begins the next, and keeps three sums of each of its products in
 registers; the fourth, which changes least, is in shared memory.
@@ -56,7 +59,9 @@ from strata_nb.kernels.gpu.operations import (
     MOST_REGISTERS,
     Function,
 )
-from strata_nb.kernels.gpu.products import WARP_SUB_BLOCKS, decoder_of, row_bytes_of
+from strata_nb.kernels.gpu.products import decoder_of, row_bytes_of
+from strata_nb.kernels.gpu.tables import table_bytes, table_filler
+from strata_nb.kernels.gpu.tile_rows import APART, TILE
 from strata_nb.kernels.gpu.weights import Decoder
 from strata_nb.kernels.groups import TILE_ROWS
 from strata_nb.kernels.quantised_rows import HALF_SUMS, SCALES, SUB_BLOCK_BYTES, SUMS
@@ -67,6 +72,7 @@ ROWS = TILE_ROWS  # at most, of a block
 _WARPS = 8
 THREADS = WARP * _WARPS
 _HELD = 4  # sub-blocks in each half of shared memory
+QUARTERS = 4  # of a tile, which lanes of a window take
 _PIECE = 8  # rows that an instruction multiplies
 _LANE_ROWS = 4 * _PIECE  # of a warp
 _BEYOND = 0x4B400000  # the bits of 1.5 * 2 ** 23
@@ -95,8 +101,8 @@ _APART = 4 * THREADS  # from one of a thread's sums to the next
 
 
 def shared_bytes_of(kind: TensorType) -> int:
-    """Return the bytes of shared memory of a block: both halves, and sums behind them."""
-    return 2 * _half_bytes(decoder_of(kind)) + _SUMS * _APART
+    """Return the bytes of shared memory of a block: both halves, sums, the type's table."""
+    return 2 * _half_bytes(decoder_of(kind)) + _SUMS * _APART + table_bytes(kind)
 
 
 def _half_bytes(form: Decoder) -> int:
@@ -265,14 +271,15 @@ def _sub_block(form: Decoder) -> Function:
 def _bringer(kind: TensorType) -> Function:
     """Return a device function that brings a sub-block of an output and of a row.
 
-    bring(half, place, group, rows_in_group, row, x, sub_blocks, s)
+    bring(half, place, group, rows_in_group, row, x, sub_blocks, s, table)
 
     half    of shared memory, place: of 4 * 64, of both the output and the row
-    group, rows_in_group, row   of the output, as `Decoder.decode` has them
+    group, rows_in_group, row   of the output, as `Decoder.read` has them
     x       the quantised row
+    table   where the type's is
     """
     form = decoder_of(kind)
-    decode, offset = form.decode, form.offset
+    read, unpack, offset = form.read, form.unpack, form.offset
     halves, minima = form.halves, form.minima
     of_weights, of_rows = _record_floats(form)
     offsets = offset * 0x01010101
@@ -290,6 +297,7 @@ def _bringer(kind: TensorType) -> Function:
         x: int,
         sub_blocks: int,
         s: int,
+        table: int,
     ) -> None:
         # A row is smaller than 2 GiB: offsets of 32 bits take fewer registers.
         quants = x + i32(SUB_BLOCK * s)
@@ -301,9 +309,8 @@ def _bringer(kind: TensorType) -> Function:
             x_sum, other_sum = load_2xi32(x + i32(HALF_SUMS * sub_blocks + 8 * s))
         elif minima:
             x_sum = load_i32(x + i32(SUMS * sub_blocks + 4 * s))
-        a, b, c, d, e, f, g, h, scale, other_scale, minimum, other_minimum = decode(
-            group, rows_in_group, row, sub_blocks, s
-        )
+        found = unpack(read(group, rows_in_group, row, sub_blocks, s), table)
+        a, b, c, d, e, f, g, h, scale, other_scale, minimum, other_minimum = found
         words = half + SUB_BLOCK * place
         shared_store_4xi32(words, less(a), less(e), less(b), less(f))
         shared_store_4xi32(words + 16, less(c), less(g), less(d), less(h))
@@ -334,13 +341,13 @@ def _bringer(kind: TensorType) -> Function:
 def block_product(kind: TensorType) -> Function:
     """Return a device function: a block's 64 outputs of up to 64 rows, the same in all threads.
 
-    multiply(first, here, sources, targets, x, weight, bias, y, values, outputs, block, step, add)
+    multiply(first, here, sources, targets, x, weight, bias, y, values, outputs, block, parts, add)
 
     first, here   the number of the block's first row, and how many there are, 1 at least
     sources       address of int64: which row of x each is; 0: those of their own number
     targets       the same of y
     block         the first output
-    step          chains of a row: see the head of this file
+    parts         of a row, which are added up apart
 
     The others are those of `linear` of the table.
     """
@@ -348,6 +355,8 @@ def block_product(kind: TensorType) -> Function:
     bring, add_sub_block = _bringer(kind), _sub_block(form)
     of_weights, of_rows = _record_floats(form)
     half_bytes = _half_bytes(form)
+    table = 2 * half_bytes + _SUMS * _APART
+    fill = table_filler(kind, table, THREADS)
     bytes_of_row = row_bytes_of(kind)
 
     def store(
@@ -406,10 +415,10 @@ def block_product(kind: TensorType) -> Function:
         values: int,
         outputs: int,
         block: int,
-        step: int,
+        parts: int,
         add: int,
     ) -> None:
-        thread, sub_blocks, step = thread_index(), i32(values >> 5), i32(step)
+        thread, sub_blocks, parts = thread_index(), i32(values >> 5), i32(parts)
         here = i32(here)
         warp, lane = i32(thread >> 5), i32(thread & WARP - 1)
         # What this thread brings: a sub-block of an output and of a row, as lanes of a decoder.
@@ -437,15 +446,18 @@ def block_product(kind: TensorType) -> Function:
         while number < _SUMS:
             shared_store_f32(kept + _APART * number, f32(0.0))
             number += 1
+        fill(thread)
         chain, pair, other = _zeros(), _zeros(), _zeros()
         c, s, half = i32(0), i32(0), i32(0)
-        at = i32(min(step * held, sub_blocks - 1))
-        bring(half, place, group, rows_in_group, in_group_there, of_row, sub_blocks, at)
+        step = i32(2 * TILE * parts)  # of a chain from two of its tiles to the next two
+        own_step = i32((step >> 1) * (held >> 1) + APART * (held & 1))
+        at = i32(min(own_step, sub_blocks - 1))
+        bring(half, place, group, rows_in_group, in_group_there, of_row, sub_blocks, at, table)
         barrier()
-        while c < step:
+        while c < QUARTERS * parts:
             if own_row < here:
-                number = 0
-                while number < _HELD and s + step * number < sub_blocks:
+                number, at = 0, s
+                while number < _HELD and at < sub_blocks:
                     chain = add_sub_block(
                         chain,
                         half + words + _BYTES * number,
@@ -454,8 +466,9 @@ def block_product(kind: TensorType) -> Function:
                         half + row_records + 4 * of_rows * ROWS * number,
                     )
                     number += 1
-                if s + _HELD * step >= sub_blocks:
-                    quarter = c & WARP_SUB_BLOCKS - 1
+                    at = i32(s + (step >> 1) * (number >> 1) + APART * (number & 1))
+                if s + step >= sub_blocks:
+                    quarter = c & QUARTERS - 1
                     if quarter == 0:
                         pair = chain
                     elif quarter == 1:
@@ -465,12 +478,12 @@ def block_product(kind: TensorType) -> Function:
                     else:
                         _keep(kept, _added(pair, _added(other, chain)))
                     chain = _zeros()
-            next_chain, next_s = c, i32(s + _HELD * step)
+            next_chain, next_s = c, i32(s + step)
             if next_s >= sub_blocks:
                 next_chain = i32(c + 1)
-                next_s = next_chain
-            if next_chain < step:
-                at = i32(min(next_s + step * held, sub_blocks - 1))
+                next_s = i32(TILE * (next_chain >> 2) + (next_chain & QUARTERS - 1))
+            if next_chain < QUARTERS * parts:
+                at = i32(min(next_s + own_step, sub_blocks - 1))
                 bring(
                     i32(half_bytes - half),
                     place,
@@ -480,6 +493,7 @@ def block_product(kind: TensorType) -> Function:
                     of_row,
                     sub_blocks,
                     at,
+                    table,
                 )
             barrier()
             c, s, half = next_chain, next_s, i32(half_bytes - half)

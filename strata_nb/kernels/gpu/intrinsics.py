@@ -338,30 +338,31 @@ def _call(name: str, signature: str) -> Emit:
     return emit
 
 
-thread_index = Intrinsic(
-    "thread_index",
-    "i32()",
-    ptx=_call("llvm.nvvm.read.ptx.sreg.tid.x", "i32()"),
-    amdgpu=_call("llvm.amdgcn.workitem.id.x", "i32()"),
-)
-block_x = Intrinsic(
-    "block_x",
-    "i32()",
-    ptx=_call("llvm.nvvm.read.ptx.sreg.ctaid.x", "i32()"),
-    amdgpu=_call("llvm.amdgcn.workgroup.id.x", "i32()"),
-)
-block_y = Intrinsic(
-    "block_y",
-    "i32()",
-    ptx=_call("llvm.nvvm.read.ptx.sreg.ctaid.y", "i32()"),
-    amdgpu=_call("llvm.amdgcn.workgroup.id.y", "i32()"),
-)
-block_z = Intrinsic(
-    "block_z",
-    "i32()",
-    ptx=_call("llvm.nvvm.read.ptx.sreg.ctaid.z", "i32()"),
-    amdgpu=_call("llvm.amdgcn.workgroup.id.z", "i32()"),
-)
+def _number(name: str, most: int) -> Emit:
+    """Return what calls a function of LLVM that returns a number from 0 to `most`: knowing that,
+    LLVM computes with it in 32 bits."""
+    call = _call(name, "i32()")
+
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        ir = _ir()
+        found = call(builder, arguments)
+        limits = [ir.Constant(ir.IntType(32), limit) for limit in (0, most + 1)]
+        found.set_metadata("range", builder.module.add_metadata(limits))
+        return found
+
+    return emit
+
+
+def _who(name: str, most: int, nvidia: str, amd: str) -> Intrinsic:
+    ptx = _number(f"llvm.nvvm.read.ptx.sreg.{nvidia}", most)
+    return Intrinsic(name, "i32()", ptx=ptx, amdgpu=_number(f"llvm.amdgcn.{amd}", most))
+
+
+_LAST_THREAD, _LAST_BLOCK = 1023, 2**31 - 2
+thread_index = _who("thread_index", _LAST_THREAD, "tid.x", "workitem.id.x")
+block_x = _who("block_x", _LAST_BLOCK, "ctaid.x", "workgroup.id.x")
+block_y = _who("block_y", _LAST_BLOCK, "ctaid.y", "workgroup.id.y")
+block_z = _who("block_z", _LAST_BLOCK, "ctaid.z", "workgroup.id.z")
 
 
 _GRID_Z = 20  # where the packet of a launch has it, in threads, of which a block has one
@@ -521,6 +522,7 @@ class BytesOf(Intrinsic):
 
 
 even_bytes = BytesOf("even_bytes", (0, 2, 4, 6))
+odd_bytes = BytesOf("odd_bytes", (1, 3, 5, 7))
 low_bytes_in_turn = BytesOf("low_bytes_in_turn", (0, 4, 1, 5))
 high_bytes_in_turn = BytesOf("high_bytes_in_turn", (2, 6, 3, 7))
 
@@ -623,10 +625,9 @@ def _nvidia_level_parts(builder: Any, permute: Any, arguments: list[Any]) -> tup
     return permute(a, b, word), permute(c, d, builder.xor(word, constant(0x8888)))
 
 
-def _amd_level_parts(builder: Any, permute: Any, arguments: list[Any]) -> tuple[Any, Any]:
-    """Whole levels, and nothing to add: four nibbles become the bytes of a selector."""
+def _bytes_of_nibbles(builder: Any, word: Any) -> Any:
+    """Return the four low nibbles of a word as bytes."""
     ir = _ir()
-    word = arguments[0]
 
     def constant(value: int) -> Any:
         return ir.Constant(ir.IntType(32), value)
@@ -634,8 +635,29 @@ def _amd_level_parts(builder: Any, permute: Any, arguments: list[Any]) -> tuple[
     for shift, mask in ((8, 0x00FF00FF), (4, 0x0F0F0F0F)):
         kept = builder.and_(word, constant(0xFFFF)) if shift == 8 else word
         word = builder.and_(builder.or_(kept, builder.shl(kept, constant(shift))), constant(mask))
-    found, _ = _amd_levels(builder, permute, [word, *arguments[1:]])
-    return found, constant(0)
+    return word
+
+
+def _amd_level_parts(builder: Any, permute: Any, arguments: list[Any]) -> tuple[Any, Any]:
+    """Whole levels, and nothing to add."""
+    word, *levels = arguments
+    found, _ = _amd_levels(builder, permute, [_bytes_of_nibbles(builder, word), *levels])
+    return found, _ir().Constant(llvm_type("i32"), 0)
+
+
+def _amd_bytes_by_nibbles(builder: Any, arguments: list[Any]) -> Any:
+    permute = _call("llvm.amdgcn.perm", "i32(i32, i32, i32)")
+    first, second, numbers = arguments
+    return permute(builder, [second, first, _bytes_of_nibbles(builder, numbers)])
+
+
+# Of eight bytes, given as two words, those that the four low nibbles of a third number.
+bytes_by_nibbles = Intrinsic(
+    "bytes_by_nibbles",
+    "i32(i32, i32, i32)",
+    ptx=_call("llvm.nvvm.prmt", "i32(i32, i32, i32)"),
+    amdgpu=_amd_bytes_by_nibbles,
+)
 
 
 # Two words whose bytes, added, are the levels that the four low nibbles of a word number, in their

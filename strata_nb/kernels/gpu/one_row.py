@@ -1,17 +1,17 @@
 """Multiply one row with up to three weights in one launch: what most steps are made of.
 
-A block has a group of eight outputs, and its warps share the group's sub-blocks, four each in turn;
-at the end their sums are added in ascending order. Those are the sums of `linear.py`, in the same
-order, so a row has the same bits alone and in company.
+A block has a group of eight outputs, and its warps share the group's tiles (`tiles.py`), one each
+in turn; at the end their sums are added in ascending order. Those are the sums of `linear.py`, in
+the same order, so a row has the same bits alone and in company.
 
 What decides the speed of a single row is how long it waits. So weights are asked for before the
-launch in front has ended: the first four sub-blocks of each lane, which of most rows is all, into
+launch in front has ended: the first two tiles of each warp, which of most rows is all, into
 registers, of longer rows the rest into the card's cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     block_x,
     f32,
     fetch_f32,
-    hold,
     i32,
     i64,
     load_f32,
@@ -42,17 +41,14 @@ from strata_nb.kernels.gpu.operations import (
     Grid,
     blocks_of,
 )
-from strata_nb.kernels.gpu.products import (
-    WARP_SUB_BLOCKS,
-    decoder_of,
-    row_bytes_of,
-    row_sum,
-    sub_block_dot,
-)
+from strata_nb.kernels.gpu.products import row_bytes_of, row_sum
+from strata_nb.kernels.gpu.tables import table_bytes, table_filler
+from strata_nb.kernels.gpu.tile_rows import TILE, tiles_of
+from strata_nb.kernels.gpu.tiles import tile_product
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
 MOST_WEIGHTS = 3
-_HELD = 4  # sub-blocks that a lane has in registers
+_HELD = 2  # tiles that a warp has in registers
 _MOST_WARPS = 16
 
 
@@ -60,24 +56,24 @@ def warps_of(values: int) -> int:
     """Return how many warps share a group of rows of so many values: the sum's order depends on
     it."""
     warps = 1
-    while warps < _MOST_WARPS and SUB_BLOCK * WARP_SUB_BLOCKS * _HELD * warps < values:
+    while warps < _MOST_WARPS and SUB_BLOCK * TILE * _HELD * warps < values:
         warps *= 2
     return warps
 
 
 @cache
-def _group_of(kind: TensorType, warps: int, is_whole: bool) -> Function:
-    """Return a function (rows, x, weight, bias, y, values, outputs, add, number): one group.
+def _group_of(kind: TensorType, sub_blocks: int, in_eights: bool) -> Function:
+    """Return a function (rows, x, weight, bias, y, outputs, plus, number): one group.
 
-    is_whole   a lane's sub-blocks are exactly those that it holds: nothing has to be decided, and
-               all loads of the row are on their way at once
+    in_eights   every group has eight rows
     """
-    decode, dot, bytes_of_row = (
-        decoder_of(kind).decode,
-        sub_block_dot(kind),
-        row_bytes_of(kind),
-    )
-    step = WARP_SUB_BLOCKS * warps  # sub-blocks that a block takes at a time
+    warps, tiles = warps_of(SUB_BLOCK * sub_blocks), tiles_of(sub_blocks)
+    table = _sums_bytes(warps)
+    read, add = tile_product(kind, sub_blocks, table)
+    fill = table_filler(kind, table, WARP * warps)
+    row_bytes = row_bytes_of(kind)(sub_blocks)
+    are_held = tiles == _HELD * warps  # by all warps: all loads of the row are on their way at once
+    has_more = tiles > _HELD * warps
 
     def group_of(
         rows: int,
@@ -85,63 +81,62 @@ def _group_of(kind: TensorType, warps: int, is_whole: bool) -> Function:
         weight: int,
         bias: int,
         y: int,
-        values: int,
         outputs: int,
-        add: int,
+        plus: int,
         number: int,
     ) -> None:
-        thread, first, sub_blocks = i64(thread_index()), GROUP_ROWS * number, values >> 5
-        warp, lane = thread >> 5, thread & WARP - 1
-        rows_in_group = min(outputs - first, GROUP_ROWS)
-        group = weight + first * bytes_of_row(sub_blocks)
-        row = min(lane & GROUP_ROWS - 1, rows_in_group - 1)
-        s, last = WARP_SUB_BLOCKS * warp + (lane >> 3), sub_blocks - 1
-        if not is_whole and thread == 0 and sub_blocks > _HELD * step:
-            size: int = i32(rows_in_group * bytes_of_row(sub_blocks) & -16)
-            prefetch(group & -16, size)
-        a = decode(group, rows_in_group, row, sub_blocks, min(s, last))
-        b = decode(group, rows_in_group, row, sub_blocks, min(s + step, last))
-        c = decode(group, rows_in_group, row, sub_blocks, min(s + 2 * step, last))
-        d = decode(group, rows_in_group, row, sub_blocks, min(s + 3 * step, last))
+        thread, first = i64(thread_index()), GROUP_ROWS * number
+        tile, lane = thread >> 5, thread & WARP - 1
+        rows_in_group = GROUP_ROWS if in_eights else min(outputs - first, GROUP_ROWS)
+        row = lane & GROUP_ROWS - 1
+        row, quarter = row if in_eights else min(row, rows_in_group - 1), lane >> 3
+        group = weight + first * row_bytes
+        if has_more and thread == 0:
+            prefetch(group & -16, i32(rows_in_group * row_bytes & -16))
+        other = tile + warps if are_held else min(tile + warps, tiles - 1)
+        ones = read(group, rows_in_group, row, quarter, tile)
+        others = read(group, rows_in_group, row, quarter, other)
         output = first + min(thread, rows_in_group - 1)
         before = fetch_f32(bias + 4 * output) if bias != 0 else f32(0.0)
-        hold(i32(a[0] ^ b[0] ^ c[0] ^ d[0]))
+        fill(thread)
         await_previous()
         place = y + 4 * output
-        there = load_f32(place) if add != 0 else f32(0.0)
+        there = load_f32(place) if plus != 0 else f32(0.0)
         count = load_i64(rows)
-        total = f32(0.0)
-        total = dot(total, a, x, sub_blocks, s) if is_whole or s < sub_blocks else total
-        s += step
-        total = dot(total, b, x, sub_blocks, s) if is_whole or s < sub_blocks else total
-        s += step
-        total = dot(total, c, x, sub_blocks, s) if is_whole or s < sub_blocks else total
-        s += step
-        total = dot(total, d, x, sub_blocks, s) if is_whole or s < sub_blocks else total
-        s += step
-        while not is_whole and s < sub_blocks:
-            a = decode(group, rows_in_group, row, sub_blocks, s)
-            b = decode(group, rows_in_group, row, sub_blocks, min(s + step, last))
-            total = dot(total, a, x, sub_blocks, s)
-            s += step
-            total = dot(total, b, x, sub_blocks, s) if s < sub_blocks else total
-            s += step
+        total = add(f32(0.0), ones, x, quarter, tile)
+        if are_held or tile + warps < tiles:
+            total = add(total, others, x, quarter, other)
+        if has_more:
+            tile += _HELD * warps
+            while tile < tiles:
+                other = min(tile + warps, tiles - 1)
+                ones = read(group, rows_in_group, row, quarter, tile)
+                others = read(group, rows_in_group, row, quarter, other)
+                total = add(total, ones, x, quarter, tile)
+                if tile + warps < tiles:
+                    total = add(total, others, x, quarter, other)
+                tile += _HELD * warps
         total = row_sum(total)
         if lane < GROUP_ROWS:
-            shared_store_f32(4 * (GROUP_ROWS * warp + lane), total)
+            shared_store_f32(4 * (GROUP_ROWS * (thread >> 5) + lane), total)
         barrier()
         if thread < rows_in_group and count > 0:
-            total, other = shared_load_f32(4 * thread), 1
-            while other < warps:
-                total += shared_load_f32(4 * (thread + GROUP_ROWS * other))
-                other += 1
+            total, warp = shared_load_f32(4 * thread), 1
+            while warp < warps:
+                total += shared_load_f32(4 * (thread + GROUP_ROWS * warp))
+                warp += 1
             if bias != 0:
                 total += before
-            if add != 0:
+            if plus != 0:
                 total += there
             store_f32(place, total)
 
     return group_of
+
+
+def _sums_bytes(warps: int) -> int:
+    """Return how many bytes of shared memory the sums of the warps take; a table follows them."""
+    return 4 * GROUP_ROWS * warps
 
 
 def _groups(arguments: Arguments, suffix: str) -> int:
@@ -163,23 +158,25 @@ def _reads(kinds: tuple[TensorType, ...]) -> Callable[[Arguments, int], int]:
     return reads
 
 
-def one_row_kernel(kinds: tuple[TensorType, ...], values: int) -> GpuKernel:
+def one_row_kernel(kinds: tuple[TensorType, ...], values: int, outputs: Sequence[int]) -> GpuKernel:
     """Return the kernel for one to three packed weights of these types, and rows of so many values.
+
+    outputs   of each weight
 
     Its arguments are rows, x, values, add, and for each weight weight, bias, y and outputs, the
     second's and third's with a number behind the name: as in `linear` of the table. A block for
     eight outputs. Reads each weight once, and the row, 1.5 bytes a value, once for each block.
     """
-    warps = warps_of(values)
-    return _of_warps(kinds, warps, values == _HELD * WARP_SUB_BLOCKS * SUB_BLOCK * warps)
+    in_eights = all(count % GROUP_ROWS == 0 for count in outputs)
+    return _of_shape(kinds, values // SUB_BLOCK, in_eights)
 
 
 @cache
-def _of_warps(kinds: tuple[TensorType, ...], warps: int, is_whole: bool) -> GpuKernel:
+def _of_shape(kinds: tuple[TensorType, ...], sub_blocks: int, in_eights: bool) -> GpuKernel:
     # Weights of the same type share their code: a card waits for code as well.
     types = tuple(dict.fromkeys(kinds))
     type_count = len(types)
-    groups_of = [_group_of(kind, warps, is_whole) for kind in types]
+    groups_of = [_group_of(kind, sub_blocks, in_eights) for kind in types]
     first_of, second_of, third_of = (groups_of * MOST_WEIGHTS)[:MOST_WEIGHTS]
     second_type, third_type = (types.index(kinds[min(n, len(kinds) - 1)]) for n in (1, 2))
 
@@ -190,36 +187,35 @@ def _of_warps(kinds: tuple[TensorType, ...], warps: int, is_whole: bool) -> GpuK
         weight: int,
         bias: int,
         y: int,
-        values: int,
         outputs: int,
-        add: int,
+        plus: int,
         number: int,
     ) -> None:
         if of_type == 0 or type_count == 1:
-            first_of(rows, x, weight, bias, y, values, outputs, add, number)
+            first_of(rows, x, weight, bias, y, outputs, plus, number)
         elif of_type == 1 or type_count == 2:
-            second_of(rows, x, weight, bias, y, values, outputs, add, number)
+            second_of(rows, x, weight, bias, y, outputs, plus, number)
         else:
-            third_of(rows, x, weight, bias, y, values, outputs, add, number)
+            third_of(rows, x, weight, bias, y, outputs, plus, number)
 
     def one(
         rows: int,
         x: int,
-        values: int,
-        add: int,
+        _values: int,
+        plus: int,
         weight: int,
         bias: int,
         y: int,
         outputs: int,
     ) -> None:
         number = i64(block_x())
-        first_of(rows, x, weight, bias, y, values, outputs, add, number)
+        first_of(rows, x, weight, bias, y, outputs, plus, number)
 
     def two(
         rows: int,
         x: int,
-        values: int,
-        add: int,
+        _values: int,
+        plus: int,
         weight: int,
         bias: int,
         y: int,
@@ -234,13 +230,13 @@ def _of_warps(kinds: tuple[TensorType, ...], warps: int, is_whole: bool) -> GpuK
         if number >= groups:
             weight, bias, y, outputs = weight2, bias2, y2, outputs2
             of_type, number = second_type, number - groups
-        group_of(of_type, rows, x, weight, bias, y, values, outputs, add, number)
+        group_of(of_type, rows, x, weight, bias, y, outputs, plus, number)
 
     def three(
         rows: int,
         x: int,
-        values: int,
-        add: int,
+        _values: int,
+        plus: int,
         weight: int,
         bias: int,
         y: int,
@@ -262,12 +258,13 @@ def _of_warps(kinds: tuple[TensorType, ...], warps: int, is_whole: bool) -> GpuK
         elif number >= groups:
             weight, bias, y, outputs = weight2, bias2, y2, outputs2
             of_type, number = second_type, number - groups
-        group_of(of_type, rows, x, weight, bias, y, values, outputs, add, number)
+        group_of(of_type, rows, x, weight, bias, y, outputs, plus, number)
 
     function: Any = (one, two, three)[len(kinds) - 1]
-    form = f"{warps}w" if is_whole else f"{warps}"
-    name = "_".join(["one_row", form, *(kind.name.lower() for kind in kinds)])
-    shared_bytes = 4 * GROUP_ROWS * warps
+    warps = warps_of(SUB_BLOCK * sub_blocks)
+    shape = f"{SUB_BLOCK * sub_blocks}" if in_eights else f"{SUB_BLOCK * sub_blocks}_odd"
+    name = "_".join(["one_row", *(kind.name.lower() for kind in kinds), shape])
+    shared_bytes = _sums_bytes(warps) + max(map(table_bytes, types))
     # Small blocks all have room at once; a single warp needs more for the grid types.
     registers = 104 if warps == 1 else 96 if warps <= 4 else MOST_REGISTERS
     return GpuKernel(

@@ -58,7 +58,7 @@ def _one_row(launches: Sequence[Launch]) -> CardLaunch:
         words |= {name + suffix: (one[name], kinds[name]) for name in _OF_A_WEIGHT}
     first, *others = launches
     return CardLaunch(
-        one_row_kernel(types, given[0]["values"]),
+        one_row_kernel(types, given[0]["values"], [one["outputs"] for one in given]),
         ", ".join([first.label, *(one.label.rpartition(".")[2] for one in others)]),
         {name: word for name, (word, _) in words.items()},
         tuple(kind for _, kind in words.values()),

@@ -29,7 +29,6 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType
-from strata_nb.kernels.gpu import grids
 from strata_nb.kernels.gpu.intrinsics import (
     dp4a_u8,
     even_bytes,
@@ -37,7 +36,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     f32_of_i32,
     fma,
     i32,
-    i64,
     load_2xi32,
     load_4xi32,
     load_i32,
@@ -67,57 +65,40 @@ T = TensorType
 
 
 @cache
-def tile_product(kind: TensorType, sub_blocks: int) -> Tile:
+def tile_product(kind: TensorType, sub_blocks: int, table: int) -> Tile:
     """Return how tiles of a type are multiplied, in rows of so many sub-blocks.
+
+    table   where the type's is in shared memory, if it has one (`tables.py`)
 
     ValueError for a type that has no kernels on a card.
     """
+    if kind is T.IQ3_S:
+        return iq3_s(sub_blocks, table)
     if kind in _SPECIAL:
         return _SPECIAL[kind](sub_blocks)
-    return _decoded_late(kind, sub_blocks) if kind in _LOOKED_UP else _decoded(kind, sub_blocks)
+    return _decoded(kind, sub_blocks, table)
 
 
-def _decoded(kind: TensorType, sub_blocks: int) -> Tile:
-    """Return how tiles are multiplied whose sub-blocks are decoded as they are read."""
-    decode, dot = decoder_of(kind).decode, sub_block_dot(kind)
+def _decoded(kind: TensorType, sub_blocks: int, table: int) -> Tile:
+    """Return how tiles are multiplied whose sub-blocks are decoded by themselves."""
+    decoder, dot = decoder_of(kind), sub_block_dot(kind)
+    read_one, unpack = decoder.read, decoder.unpack
     is_whole = sub_blocks % TILE == 0
 
     def read(group: int, rows_in_group: int, row: int, quarter: int, tile: int) -> Any:
         first, second = TILE * tile + quarter, TILE * tile + quarter + APART
         if not is_whole:  # what is not there repeats the last
             first, second = min(first, sub_blocks - 1), min(second, sub_blocks - 1)
-        ones = decode(group, rows_in_group, row, sub_blocks, first)
-        return *ones, *decode(group, rows_in_group, row, sub_blocks, second)
+        ones = read_one(group, rows_in_group, row, sub_blocks, first)
+        return ones, read_one(group, rows_in_group, row, sub_blocks, second)
 
     def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
+        ones, others = words
         first, second = TILE * tile + quarter, TILE * tile + quarter + APART
         if is_whole or first < sub_blocks:
-            total = dot(total, words[:12], x, sub_blocks, first)
+            total = dot(total, unpack(ones, table), x, sub_blocks, first)
         if is_whole or second < sub_blocks:
-            total = dot(total, words[12:], x, sub_blocks, second)
-        return total
-
-    return Tile(read, add)
-
-
-def _decoded_late(kind: TensorType, sub_blocks: int) -> Tile:
-    """Return how tiles are multiplied whose sub-blocks are decoded one after the other: what they
-    become is much larger than what is read."""
-    decode, dot = decoder_of(kind).decode, sub_block_dot(kind)
-    is_whole = sub_blocks % TILE == 0
-
-    def read(group: int, rows_in_group: int, row: int, quarter: int, tile: int) -> Any:
-        return group, i64(rows_in_group), row
-
-    def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
-        group, rows_in_group, row = words
-        first, second = TILE * tile + quarter, TILE * tile + quarter + APART
-        if is_whole or first < sub_blocks:
-            ones = decode(group, rows_in_group, row, sub_blocks, first)
-            total = dot(total, ones, x, sub_blocks, first)
-        if is_whole or second < sub_blocks:
-            others = decode(group, rows_in_group, row, sub_blocks, second)
-            total = dot(total, others, x, sub_blocks, second)
+            total = dot(total, unpack(others, table), x, sub_blocks, second)
         return total
 
     return Tile(read, add)
@@ -296,11 +277,9 @@ def _with_steps(halves: Any, step: int) -> Any:
     return i32(lower * i32(i32(step << 24) >> 24) + upper * i32(i32(step << 16) >> 24))
 
 
-_LOOKED_UP = {T.IQ4_NL, T.MXFP4, *grids.DECODERS}  # levels and points in place of quants
 _SPECIAL = {
     T.Q4_K: _q4_k,
     T.Q5_K: _q5_k,
     T.Q6_K: _q6_k,
     T.IQ4_XS: iq4_xs,
-    T.IQ3_S: iq3_s,
 }

@@ -6,8 +6,7 @@ Both look bytes up, and looking up is most of their work.
              are two tables, of which each gives a part: the parts are not joined to bytes, but
              multiplied one after the other. What is looked up has the nibbles' order, so the row's
              quants are brought into it, which all weights of a tile share.
-    IQ3_S    Signs become masks of bytes. Of q ^ mask, which is -q - 1 where q is negative, the
-             product lacks the row's quant once; the product with the mask alone has it.
+    IQ3_S    Points are looked up in shared memory (`tables.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import struct
 from typing import Any
 
 from strata_nb.formats import TensorType
-from strata_nb.kernels.gpu.grids import IQ3_S_POINTS
+from strata_nb.kernels.gpu.grids import iq3_s_quants
 from strata_nb.kernels.gpu.intrinsics import (
     dp4a,
     f32_of_half,
@@ -31,7 +30,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     load_u8,
     load_u16,
     low_bytes_in_turn,
-    sign_bytes,
 )
 from strata_nb.kernels.gpu.tile_rows import APART, NEXT, TILE, Tile, quants_at, two_scales
 from strata_nb.kernels.gpu.weights import place_of
@@ -99,42 +97,18 @@ def iq4_xs(sub_blocks: int) -> Tile:
 # -- IQ3_S -----------------------------------------------------------------------------------------
 
 
-def _point_dot(numbers: Any, above: int, signs: int, x: int) -> Any:
+def _point_dot(numbers: Any, above: int, signs: int, x: int, table: int) -> Any:
     """Return the product of eight points, numbered by bytes of two words and bits of `above`, with
     quants at x; signs has a bit for each of the 32 values."""
     first, second = numbers
+    a, b, c, d, e, f, g, h = iq3_s_quants(first, second, above, signs, table)
     xa, xb, xc, xd = load_4xi32(x)
     xe, xf, xg, xh = load_4xi32(x + 16)
-    total = extra = i32(0)
-    total, extra = _add_point(first & 255 | above << 8 & 256, signs, xa, total, extra)
-    number = first >> 8 & 255 | above << 7 & 256
-    total, extra = _add_point(number, signs >> 4, xb, total, extra)
-    number = first >> 16 & 255 | above << 6 & 256
-    total, extra = _add_point(number, signs >> 8, xc, total, extra)
-    number = first >> 24 & 255 | above << 5 & 256
-    total, extra = _add_point(number, signs >> 12, xd, total, extra)
-    number = second & 255 | above << 4 & 256
-    total, extra = _add_point(number, signs >> 16, xe, total, extra)
-    number = second >> 8 & 255 | above << 3 & 256
-    total, extra = _add_point(number, signs >> 20, xf, total, extra)
-    number = second >> 16 & 255 | above << 2 & 256
-    total, extra = _add_point(number, signs >> 24, xg, total, extra)
-    number = second >> 24 & 255 | above << 1 & 256
-    total, extra = _add_point(number, signs >> 28, xh, total, extra)
-    return i32(total - extra)
+    total = dp4a(d, xd, dp4a(c, xc, dp4a(b, xb, dp4a(a, xa, 0))))
+    return dp4a(h, xh, dp4a(g, xg, dp4a(f, xf, dp4a(e, xe, total))))
 
 
-def _add_point(number: int, signs: int, x: int, total: int, extra: int) -> Any:
-    """Add the product of a point with four quants, and of the mask of its signs.
-
-    The product puts bit i of the signs into bit 8 * i + 7: the sign of byte i.
-    """
-    mask = sign_bytes(i32((signs & 15) * 0x10204080))
-    point = IQ3_S_POINTS(number)
-    return dp4a(i32(point ^ mask), x, total), dp4a(mask, x, extra)
-
-
-def iq3_s(sub_blocks: int) -> Tile:
+def iq3_s(sub_blocks: int, table: int) -> Tile:
     low, signs, steps, scale, high = map(place_of, fields(T.IQ3_S).values())
     blocks = sub_blocks >> 3
 
@@ -157,8 +131,9 @@ def iq3_s(sub_blocks: int) -> Tile:
     def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
         one_signs, other_signs, one_above, other_above, steps, scale = words[4:]
         place = quants_at(x, quarter, tile)
-        first = _point_dot(words[:2], one_above, one_signs, place)
-        second = _point_dot(words[2:4], other_above, other_signs, place + NEXT)
+        first = _point_dot(words[:2], one_above, one_signs, place, table)
+        place += NEXT
+        second = _point_dot(words[2:4], other_above, other_signs, place, table)
         steps = i32(steps >> i32(4 * quarter))
         one_step, other_step = i32(2 * (steps & 15) + 1), i32(2 * (steps >> 16 & 15) + 1)
         one_scale, other_scale = two_scales(x, sub_blocks, quarter, tile)

@@ -2,17 +2,19 @@
 
 A lane reads one sub-block of one row, 32 values, in the loads that the packed layout makes wide:
 every piece of a field begins at a multiple of its own width, in a last group of fewer rows as well.
-A type is described by a `Decoder`, whose `decode` is a device function
+A type is described by a `Decoder`, which has two device functions
 
-    decode(group, rows_in_group, row, sub_blocks, s)
-        -> q0, .. q7, scale_low, scale_high, minimum_low, minimum_high
+    read(group, rows_in_group, row, sub_blocks, s) -> words
+    unpack(words, table) -> q0, .. q7, scale_low, scale_high, minimum_low, minimum_high
 
     group           address of a group; a multiple of 16, in MXFP4 of 8
     rows_in_group   8, or what the tensor's last group has
     row             of the group
     sub_blocks      of a row
     s               which of them
+    table           where the type's table is in shared memory, if it has one (`tables.py`)
 
+What `read` returns is all that is needed of memory; of most types it is what `unpack` returns, too.
 Word q_w holds quants 4 * w .. 4 * w + 3, signed bytes in the order of the values. The others are
 floats, low for values 0 to 15, high for 16 to 31:
 
@@ -32,17 +34,18 @@ from typing import Any, NamedTuple
 
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.intrinsics import (
+    ConstantTable,
     f32,
     f32_of_bits,
     f32_of_half,
     f32_of_i32,
-    fetch_2xi32,
-    fetch_4xi32,
-    fetch_i32,
-    fetch_u8,
-    fetch_u16,
     i32,
     levels_of,
+    load_2xi32,
+    load_4xi32,
+    load_i32,
+    load_u8,
+    load_u16,
 )
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.packing import Field, fields
@@ -51,19 +54,27 @@ from strata_nb.quants.decoders import FP4_LEVELS, IQ4_LEVELS
 T = TensorType
 
 
+def _as_read(words: Any, _table: int) -> Any:
+    return words
+
+
 class Decoder(NamedTuple):
     """Say how a type's sub-blocks are read.
 
-    decode   see the head of this file
+    read     see the head of this file
     offset   what is taken off every quant
     halves   whether the first 16 and the last 16 values differ in scale or minimum
-    minima   whether there are minima; without them `decode` returns zeros in their place
+    minima   whether there are minima; without them `unpack` returns zeros in their place
+    unpack   see the head of this file
+    table    what `unpack` looks up in shared memory
     """
 
-    decode: Function
+    read: Function
     offset: int = 0
     halves: bool = False
     minima: bool = False
+    unpack: Function = _as_read
+    table: ConstantTable | None = None
 
 
 def place_of(field: Field) -> Function:
@@ -159,59 +170,59 @@ def _no_minima() -> Any:
 def _q4_0() -> Decoder:
     quants, scales = places(T.Q4_0)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = _nibbles(fetch_4xi32(quants(group, rows_in_group, row, sub_blocks, s)))
-        scale = f32_of_half(fetch_u16(scales(group, rows_in_group, row, sub_blocks, s)))
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+        words = _nibbles(load_4xi32(quants(group, rows_in_group, row, sub_blocks, s)))
+        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, sub_blocks, s)))
         return *words, scale, scale, *_no_minima()
 
-    return Decoder(decode, 8)
+    return Decoder(read, 8)
 
 
 def _q4_1() -> Decoder:
     quants, bounds = places(T.Q4_1)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = _nibbles(fetch_4xi32(quants(group, rows_in_group, row, sub_blocks, s)))
-        scale, minimum = _two_halves(fetch_i32(bounds(group, rows_in_group, row, sub_blocks, s)))
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+        words = _nibbles(load_4xi32(quants(group, rows_in_group, row, sub_blocks, s)))
+        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, sub_blocks, s)))
         return *words, scale, scale, -minimum, -minimum
 
-    return Decoder(decode, minima=True)
+    return Decoder(read, minima=True)
 
 
 def _q5_0() -> Decoder:
     low, high, scales = places(T.Q5_0)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = _nibbles(fetch_4xi32(low(group, rows_in_group, row, sub_blocks, s)))
-        tops = _singles(fetch_i32(high(group, rows_in_group, row, sub_blocks, s)))
-        scale = f32_of_half(fetch_u16(scales(group, rows_in_group, row, sub_blocks, s)))
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+        words = _nibbles(load_4xi32(low(group, rows_in_group, row, sub_blocks, s)))
+        tops = _singles(load_i32(high(group, rows_in_group, row, sub_blocks, s)))
+        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, sub_blocks, s)))
         return *_joined(words, tops, 4), scale, scale, *_no_minima()
 
-    return Decoder(decode, 16)
+    return Decoder(read, 16)
 
 
 def _q5_1() -> Decoder:
     low, high, bounds = places(T.Q5_1)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = _nibbles(fetch_4xi32(low(group, rows_in_group, row, sub_blocks, s)))
-        tops = _singles(fetch_i32(high(group, rows_in_group, row, sub_blocks, s)))
-        scale, minimum = _two_halves(fetch_i32(bounds(group, rows_in_group, row, sub_blocks, s)))
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+        words = _nibbles(load_4xi32(low(group, rows_in_group, row, sub_blocks, s)))
+        tops = _singles(load_i32(high(group, rows_in_group, row, sub_blocks, s)))
+        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, sub_blocks, s)))
         return *_joined(words, tops, 4), scale, scale, -minimum, -minimum
 
-    return Decoder(decode, minima=True)
+    return Decoder(read, minima=True)
 
 
 def _q8_0() -> Decoder:
     quants, scales = places(T.Q8_0)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        first = fetch_4xi32(quants(group, rows_in_group, row, sub_blocks, 2 * s))
-        second = fetch_4xi32(quants(group, rows_in_group, row, sub_blocks, 2 * s + 1))
-        scale = f32_of_half(fetch_u16(scales(group, rows_in_group, row, sub_blocks, s)))
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+        first = load_4xi32(quants(group, rows_in_group, row, sub_blocks, 2 * s))
+        second = load_4xi32(quants(group, rows_in_group, row, sub_blocks, 2 * s + 1))
+        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, sub_blocks, s)))
         return *first, *second, scale, scale, *_no_minima()
 
-    return Decoder(decode)
+    return Decoder(read)
 
 
 # -- blocks of 256 values --------------------------------------------------------------------------
@@ -220,11 +231,11 @@ def _q8_0() -> Decoder:
 def _q2_k() -> Decoder:
     quants, steps, bounds = places(T.Q2_K)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block = sub_blocks >> 3, s >> 3
-        words = _pairs(fetch_2xi32(quants(group, rows_in_group, row, blocks, s)))
-        step = fetch_u16(steps(group, rows_in_group, row, blocks, s))
-        scale, minimum = _two_halves(fetch_i32(bounds(group, rows_in_group, row, blocks, block)))
+        words = _pairs(load_2xi32(quants(group, rows_in_group, row, blocks, s)))
+        step = load_u16(steps(group, rows_in_group, row, blocks, s))
+        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, blocks, block)))
         return (
             *words,
             scale * f32_of_i32(step & 15),
@@ -233,18 +244,18 @@ def _q2_k() -> Decoder:
             minimum * f32_of_i32(step >> 12 & 15),
         )
 
-    return Decoder(decode, halves=True, minima=True)
+    return Decoder(read, halves=True, minima=True)
 
 
 def _q3_k() -> Decoder:
     low, high, words_of_steps, scales = places(T.Q3_K)
     steps = _six_bits(words_of_steps)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block = sub_blocks >> 3, s >> 3
-        words = _pairs(fetch_2xi32(low(group, rows_in_group, row, blocks, s)))
-        tops = _singles(fetch_i32(high(group, rows_in_group, row, blocks, s)))
-        scale = f32_of_half(fetch_u16(scales(group, rows_in_group, row, blocks, block)))
+        words = _pairs(load_2xi32(low(group, rows_in_group, row, blocks, s)))
+        tops = _singles(load_i32(high(group, rows_in_group, row, blocks, s)))
+        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, blocks, block)))
         one, other = steps(group, rows_in_group, row, blocks, s)
         return (
             *_joined(words, tops, 2),
@@ -253,51 +264,51 @@ def _q3_k() -> Decoder:
             *_no_minima(),
         )
 
-    return Decoder(decode, 4, halves=True)
+    return Decoder(read, 4, halves=True)
 
 
 def _q4_k() -> Decoder:
     quants, words_of_steps, bounds = places(T.Q4_K)
     steps = _six_bits(words_of_steps)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block = sub_blocks >> 3, s >> 3
-        words = _nibbles(fetch_4xi32(quants(group, rows_in_group, row, blocks, s)))
-        scale, minimum = _two_halves(fetch_i32(bounds(group, rows_in_group, row, blocks, block)))
+        words = _nibbles(load_4xi32(quants(group, rows_in_group, row, blocks, s)))
+        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, blocks, block)))
         one, other = steps(group, rows_in_group, row, blocks, s)
         scale *= f32_of_i32(one)
         minimum *= f32_of_i32(other)
         return *words, scale, scale, minimum, minimum
 
-    return Decoder(decode, minima=True)
+    return Decoder(read, minima=True)
 
 
 def _q5_k() -> Decoder:
     low, high, words_of_steps, bounds = places(T.Q5_K)
     steps = _six_bits(words_of_steps)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block = sub_blocks >> 3, s >> 3
-        words = _nibbles(fetch_4xi32(low(group, rows_in_group, row, blocks, s)))
-        tops = _singles(fetch_i32(high(group, rows_in_group, row, blocks, s)))
-        scale, minimum = _two_halves(fetch_i32(bounds(group, rows_in_group, row, blocks, block)))
+        words = _nibbles(load_4xi32(low(group, rows_in_group, row, blocks, s)))
+        tops = _singles(load_i32(high(group, rows_in_group, row, blocks, s)))
+        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, blocks, block)))
         one, other = steps(group, rows_in_group, row, blocks, s)
         scale *= f32_of_i32(one)
         minimum *= f32_of_i32(other)
         return *_joined(words, tops, 4), scale, scale, minimum, minimum
 
-    return Decoder(decode, minima=True)
+    return Decoder(read, minima=True)
 
 
 def _q6_k() -> Decoder:
     low, high, steps, scales = places(T.Q6_K)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks = sub_blocks >> 3
-        words = _nibbles(fetch_4xi32(low(group, rows_in_group, row, blocks, s)))
-        tops = _pairs(fetch_2xi32(high(group, rows_in_group, row, blocks, s)))
-        step = fetch_u16(steps(group, rows_in_group, row, blocks, s))
-        scale = f32_of_half(fetch_u16(scales(group, rows_in_group, row, blocks, s >> 3)))
+        words = _nibbles(load_4xi32(low(group, rows_in_group, row, blocks, s)))
+        tops = _pairs(load_2xi32(high(group, rows_in_group, row, blocks, s)))
+        step = load_u16(steps(group, rows_in_group, row, blocks, s))
+        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, blocks, s >> 3)))
         return (
             *_joined(words, tops, 4),
             scale * f32_of_i32(i32(step << 24) >> 24),
@@ -305,7 +316,7 @@ def _q6_k() -> Decoder:
             *_no_minima(),
         )
 
-    return Decoder(decode, 32, halves=True)
+    return Decoder(read, 32, halves=True)
 
 
 def _two_halves(word: int) -> Any:
@@ -321,9 +332,9 @@ def _six_bits(words: Function) -> Function:
 
     def pair(group: int, rows_in_group: int, row: int, blocks: int, s: int) -> Any:
         first, inner = 3 * (s >> 3), s & 7
-        a = fetch_i32(words(group, rows_in_group, row, blocks, first))
-        b = fetch_i32(words(group, rows_in_group, row, blocks, first + 1))
-        high = fetch_i32(words(group, rows_in_group, row, blocks, first + 2))
+        a = load_i32(words(group, rows_in_group, row, blocks, first))
+        b = load_i32(words(group, rows_in_group, row, blocks, first + 1))
+        high = load_i32(words(group, rows_in_group, row, blocks, first + 2))
         one = a >> 4 * inner & 15 | (high >> 2 * inner & 3) << 4
         other = b >> 4 * inner & 15 | (high >> 16 + 2 * inner & 3) << 4
         return one, other
@@ -353,42 +364,48 @@ def _iq4_nl() -> Decoder:
     quants, scales = places(T.IQ4_NL)
     look_up = _levels(IQ4_LEVELS)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = look_up(fetch_4xi32(quants(group, rows_in_group, row, sub_blocks, s)))
-        scale = f32_of_half(fetch_u16(scales(group, rows_in_group, row, sub_blocks, s)))
-        return *words, scale, scale, *_no_minima()
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+        words = load_4xi32(quants(group, rows_in_group, row, sub_blocks, s))
+        return *words, load_u16(scales(group, rows_in_group, row, sub_blocks, s))
 
-    return Decoder(decode)
+    def unpack(words: Any, _table: int) -> Any:
+        scale = f32_of_half(words[4])
+        return *look_up(words[:4]), scale, scale, *_no_minima()
+
+    return Decoder(read, unpack=unpack)
 
 
 def _iq4_xs() -> Decoder:
     quants, steps_low, steps_high, scales = places(T.IQ4_XS)
     look_up = _levels(IQ4_LEVELS)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block, inner = sub_blocks >> 3, s >> 3, s & 7
-        words = look_up(fetch_4xi32(quants(group, rows_in_group, row, blocks, s)))
-        four = fetch_i32(steps_low(group, rows_in_group, row, blocks, block)) >> 4 * inner & 15
-        two = fetch_u16(steps_high(group, rows_in_group, row, blocks, block)) >> 2 * inner & 3
-        scale = f32_of_half(fetch_u16(scales(group, rows_in_group, row, blocks, block)))
+        words = look_up(load_4xi32(quants(group, rows_in_group, row, blocks, s)))
+        four = load_i32(steps_low(group, rows_in_group, row, blocks, block)) >> 4 * inner & 15
+        two = load_u16(steps_high(group, rows_in_group, row, blocks, block)) >> 2 * inner & 3
+        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, blocks, block)))
         scale *= f32_of_i32((four | two << 4) - 32)
         return *words, scale, scale, *_no_minima()
 
-    return Decoder(decode)
+    return Decoder(read)
 
 
 def _mxfp4() -> Decoder:
     quants, exponents = places(T.MXFP4)
     look_up = _levels(FP4_LEVELS)
 
-    def decode(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
+    def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         # Eight bytes at a time: with an odd number of sub-blocks every other group begins there.
         place = quants(group, rows_in_group, row, sub_blocks, s)
-        words = look_up((*fetch_2xi32(place), *fetch_2xi32(place + 8)))
-        scale = _half_power(fetch_u8(exponents(group, rows_in_group, row, sub_blocks, s)))
-        return *words, scale, scale, *_no_minima()
+        exponent = load_u8(exponents(group, rows_in_group, row, sub_blocks, s))
+        return *load_2xi32(place), *load_2xi32(place + 8), exponent
 
-    return Decoder(decode)
+    def unpack(words: Any, _table: int) -> Any:
+        scale = _half_power(words[4])
+        return *look_up(words[:4]), scale, scale, *_no_minima()
+
+    return Decoder(read, unpack=unpack)
 
 
 def _half_power(exponent: int) -> Any:
