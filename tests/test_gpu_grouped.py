@@ -27,7 +27,7 @@ def check(
     assert same_bits(together[some], alone)
 
 
-EACH_FORM = (T.Q8_0, T.Q4_K, T.Q6_K, T.Q2_K, T.IQ3_S)  # scale, minimum, halves, both; points
+EACH_FORM = (T.Q8_0, T.Q2_K, T.Q4_K, T.Q6_K, T.IQ3_S, T.IQ4_XS)
 OTHERS = [kind for kind in DECODERS if kind not in EACH_FORM]
 
 

@@ -17,6 +17,7 @@ from strata_nb.kernels.gpu.grouped import (
     block_product,
     registers_of,
     shared_bytes_of,
+    spills_of,
 )
 from strata_nb.kernels.gpu.intrinsics import block_x, block_y, i64, load_i64
 from strata_nb.kernels.gpu.operations import (
@@ -64,6 +65,7 @@ def batch_linear_kernel(kind: TensorType, parts: int) -> GpuKernel:
         lambda _: shared_bytes,
         registers_of(kind),
         weights_read(kind),
+        spills_of(kind),
     )
 
 
@@ -123,4 +125,5 @@ def batch_expert_kernel(kind: TensorType, parts: int) -> GpuKernel:
         lambda _: shared_bytes,
         registers_of(kind),
         reads,
+        spills_of(kind),
     )

@@ -5,21 +5,17 @@ bytes and scales in shared memory, puts the rows' bytes beside them, and multipl
 weight is read and decoded once for 64 rows. Two halves of shared memory take turns: while some
 warps still multiply, others bring what is next. A warp has 16 outputs and 32 rows.
 
-The product of 32 bytes is exact. Each is scaled and added as `products.sub_block_dot` does it, in
-the order in which a window adds the products of a row (`tiles.py`), whatever the batch:
+The product of 32 bytes is exact. It is scaled as a window does it (`scaling.py`), and added in the
+order in which a window adds the products of a row (`tiles.py`), whatever the batch:
 
     chain      of a part of the row and one of four quarters: the sub-blocks that a lane has which
                takes that quarter of every tile of the part, one after the other
     then       for the four quarters (a + b) + (c + d), and the parts in ascending order
 
-So a row has the same bits alone and in company, but for the types that `tiles.py` scales by
-integers: there the last bits differ.
+So a row has the same bits alone and in company.
 
 A lane finishes a chain before it begins the next, and keeps three sums of each of its products in
 registers; the fourth, which changes least, is in shared memory.
-
-An integer sum begins as the bits of 1.5 * 2 ** 23: what comes out, read as a float, is that much
-larger than the sum, and a subtraction takes the place of a conversion, which takes cards longer.
 
 Rows may be all those of a step, or those of an expert's tile (`kernels/groups.py`).
 """
@@ -34,10 +30,8 @@ from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     barrier,
     f32,
-    f32_of_bits,
     f32_of_i32,
     fetch_f32,
-    fma,
     i32,
     load_2xi32,
     load_4xi32,
@@ -60,9 +54,9 @@ from strata_nb.kernels.gpu.operations import (
     Function,
 )
 from strata_nb.kernels.gpu.products import decoder_of, row_bytes_of
+from strata_nb.kernels.gpu.scaling import BEYOND, Scaling, scaling_of
 from strata_nb.kernels.gpu.tables import table_bytes, table_filler
 from strata_nb.kernels.gpu.tile_rows import APART, TILE
-from strata_nb.kernels.gpu.weights import Decoder
 from strata_nb.kernels.groups import TILE_ROWS
 from strata_nb.kernels.quantised_rows import HALF_SUMS, SCALES, SUB_BLOCK_BYTES, SUMS
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
@@ -75,8 +69,6 @@ _HELD = 4  # sub-blocks in each half of shared memory
 QUARTERS = 4  # of a tile, which lanes of a window take
 _PIECE = 8  # rows that an instruction multiplies
 _LANE_ROWS = 4 * _PIECE  # of a warp
-_BEYOND = 0x4B400000  # the bits of 1.5 * 2 ** 23
-_SHIFT = 12_582_912.0  # that number
 _MANY_REGISTERS = 168  # one block a multiprocessor
 _HIGHEST_BITS = -0x7F7F7F80  # of the bytes of a word
 
@@ -88,25 +80,16 @@ _OF_ROWS = _HELD * _BYTES
 _RECORDS = 2 * _OF_ROWS
 
 
-def _record_floats(form: Decoder) -> tuple[int, int]:
-    """Return the floats of a record of weights, and of one of rows.
-
-    weights   scale [of the upper half] [minimum [of the upper half]]
-    rows      scale [sum of quants, or those of its halves and nothing]
-    """
-    return (1 + form.halves) * (1 + form.minima), (1 + form.halves) * 2 if form.minima else 1
-
-
 _APART = 4 * THREADS  # from one of a thread's sums to the next
 
 
 def shared_bytes_of(kind: TensorType) -> int:
     """Return the bytes of shared memory of a block: both halves, sums, the type's table."""
-    return 2 * _half_bytes(decoder_of(kind)) + _SUMS * _APART + table_bytes(kind)
+    return 2 * _half_bytes(scaling_of(kind)) + _SUMS * _APART + table_bytes(kind)
 
 
-def _half_bytes(form: Decoder) -> int:
-    return _RECORDS + 4 * OUTPUTS * _HELD * sum(_record_floats(form))
+def _half_bytes(scaling: Scaling) -> int:
+    return _RECORDS + 4 * OUTPUTS * _HELD * (scaling.of_weights + scaling.of_rows)
 
 
 # -- sums of a lane --------------------------------------------------------------------------------
@@ -170,30 +153,24 @@ _keep = _keeper(_SUMS)
 
 
 @cache
-def _piece(form: Decoder) -> Function:
-    """Return a device function (sums, a, records, x, floats): sums of a piece and its products.
+def _piece(scaling: Scaling) -> Function:
+    """Return a device function (sums, weights, x, floats): sums of a piece and its products.
 
-    a         four words of weights
-    records   of the lane's two outputs
+    weights   what `_sub_blocks` loads of them
     x         where the lane's words of the rows are
     floats    where the records of its two rows are
     """
-    of_rows = _record_floats(form)[1]
-    halves, minima = form.halves, form.minima
+    halves, of_rows, add = scaling.halves, scaling.of_rows, scaling.add
+    apart = 4 * ROWS * of_rows  # from a sub-block's records of rows to the next one's
 
-    def exact(bits: Any) -> Any:
-        return f32_of_bits(bits) - f32(_SHIFT)
-
-    def one(total: Any, lower: Any, upper: Any, record: Any, row: Any) -> Any:
-        product = record[0] * exact(lower)
+    def product(a: Any, x: int) -> Any:
+        b, c = shared_load_2xi32(x)
+        begin = i32(BEYOND)
         if halves:
-            product = fma(record[1], exact(upper), product)
-            if minima:
-                product = fma(-record[2], row[1], product)
-                product = fma(-record[3], row[2], product)
-        elif minima:
-            product = fma(-record[1], row[1], product)
-        return fma(product, row[0], total)
+            low = mma_16x8x16(a[0], a[1], b, begin, begin, begin, begin)
+            return low, mma_16x8x16(a[2], a[3], c, begin, begin, begin, begin)
+        both = mma_16x8x32(a[0], a[1], a[2], a[3], b, c, begin, begin, begin, begin)
+        return both, both
 
     def rows_at(place: int) -> Any:
         if of_rows == 1:
@@ -204,62 +181,75 @@ def _piece(form: Decoder) -> Function:
             return found[:2], found[2:]
         return shared_load_4xf32(place), shared_load_4xf32(place + 16)
 
-    def piece(sums: Any, a: Any, records: Any, x: int, floats: int) -> Any:
-        b, c = shared_load_2xi32(x)
+    def piece(sums: Any, weights: Any, x: int, floats: int) -> Any:
+        a, upper, lower = weights
+        low, high = product(a, x)
         first, second = rows_at(floats)
-        if halves:
-            zero = i32(_BEYOND)
-            low = mma_16x8x16(a[0], a[1], b, zero, zero, zero, zero)
-            high = mma_16x8x16(a[2], a[3], c, zero, zero, zero, zero)
-        else:
-            zero = i32(_BEYOND)
-            low = mma_16x8x32(a[0], a[1], a[2], a[3], b, c, zero, zero, zero, zero)
-            high = low
-        upper, lower = records
         return (
-            one(sums[0], low[0], high[0], upper, first),
-            one(sums[1], low[1], high[1], upper, second),
-            one(sums[2], low[2], high[2], lower, first),
-            one(sums[3], low[3], high[3], lower, second),
+            add(sums[0], low[0], high[0], upper, first),
+            add(sums[1], low[1], high[1], upper, second),
+            add(sums[2], low[2], high[2], lower, first),
+            add(sums[3], low[3], high[3], lower, second),
         )
 
-    return piece
+    def pair(sums: Any, weights: Any, x: int, floats: int) -> Any:
+        a, upper, lower, c, other_upper, other_lower = weights
+        low, high = product(a, x)
+        more, most = product(c, x + _BYTES)
+        first, second = rows_at(floats)
+        third, fourth = rows_at(floats + apart)
+        return (
+            add(sums[0], low[0], high[0], upper, first, more[0], most[0], other_upper, third),
+            add(sums[1], low[1], high[1], upper, second, more[1], most[1], other_upper, fourth),
+            add(sums[2], low[2], high[2], lower, first, more[2], most[2], other_lower, third),
+            add(sums[3], low[3], high[3], lower, second, more[3], most[3], other_lower, fourth),
+        )
+
+    return pair if scaling.in_pairs else piece
 
 
 @cache
-def _pieces(form: Decoder, count: int) -> Function:
+def _pieces(scaling: Scaling, count: int) -> Function:
     """Return `_piece` of so many pieces."""
-    piece, step = _piece(form), 4 * _PIECE * _record_floats(form)[1]
+    piece, step = _piece(scaling), 4 * _PIECE * scaling.of_rows
     if count == 1:
         return piece
-    others = _pieces(form, count - 1)
+    others = _pieces(scaling, count - 1)
 
-    def pieces(sums: Any, a: Any, records: Any, x: int, floats: int) -> Any:
-        return piece(sums[:4], a, records, x, floats) + others(
-            sums[4:], a, records, x + SUB_BLOCK * _PIECE, floats + step
+    def pieces(sums: Any, weights: Any, x: int, floats: int) -> Any:
+        return piece(sums[:4], weights, x, floats) + others(
+            sums[4:], weights, x + SUB_BLOCK * _PIECE, floats + step
         )
 
     return pieces
 
 
 @cache
-def _sub_block(form: Decoder) -> Function:
-    """Return a device function that adds the products of a sub-block in shared memory to sums.
+def _sub_blocks(scaling: Scaling) -> Function:
+    """Return a device function that adds the products of a sub-block, or of a pair, to sums.
 
-    add(sums, weights, of_weights, x, of_rows): where the lane's words and records are
+    add(sums, weights, of_weights, x, of_rows): where in shared memory the lane's words and records
+    are
     """
-    pieces, floats = _pieces(form, _LANE_ROWS // _PIECE), _record_floats(form)[0]
+    pieces, floats = _pieces(scaling, _LANE_ROWS // _PIECE), scaling.of_weights
+    in_pairs, apart = scaling.in_pairs, 4 * OUTPUTS * floats
 
     def record_at(place: int) -> Any:
         if floats == 1:
             return (shared_load_f32(place),)
         return shared_load_2xf32(place) if floats == 2 else shared_load_4xf32(place)
 
+    def loaded(words: int, records: int) -> Any:
+        """Return the lane's four words, and the records of its two outputs."""
+        a, c = shared_load_2xi32(words)
+        b, d = shared_load_2xi32(words + SUB_BLOCK * GROUP_ROWS)
+        return (a, b, c, d), record_at(records), record_at(records + 4 * floats * GROUP_ROWS)
+
     def add(sums: Any, weights: int, of_weights: int, x: int, of_rows: int) -> Any:
-        a, c = shared_load_2xi32(weights)
-        b, d = shared_load_2xi32(weights + SUB_BLOCK * GROUP_ROWS)
-        records = record_at(of_weights), record_at(of_weights + 4 * floats * GROUP_ROWS)
-        return pieces(sums, (a, b, c, d), records, x, of_rows)
+        held = loaded(weights, of_weights)
+        if in_pairs:
+            return pieces(sums, held + loaded(weights + _BYTES, of_weights + apart), x, of_rows)
+        return pieces(sums, held, x, of_rows)
 
     return add
 
@@ -278,10 +268,9 @@ def _bringer(kind: TensorType) -> Function:
     x       the quantised row
     table   where the type's is
     """
-    form = decoder_of(kind)
+    form, scaling = decoder_of(kind), scaling_of(kind)
     read, unpack, offset = form.read, form.unpack, form.offset
-    halves, minima = form.halves, form.minima
-    of_weights, of_rows = _record_floats(form)
+    of_weights, of_rows, record_of = scaling.of_weights, scaling.of_rows, scaling.record
     offsets = offset * 0x01010101
 
     def less(word: Any) -> Any:
@@ -305,31 +294,31 @@ def _bringer(kind: TensorType) -> Function:
         xe, xf, xg, xh = load_4xi32(quants + 16)
         x_scale = load_f32(x + i32(SCALES * sub_blocks + 4 * s))
         x_sum = other_sum = i32(0)
-        if minima and halves:
+        if of_rows == 4:
             x_sum, other_sum = load_2xi32(x + i32(HALF_SUMS * sub_blocks + 8 * s))
-        elif minima:
+        elif of_rows == 2:
             x_sum = load_i32(x + i32(SUMS * sub_blocks + 4 * s))
         found = unpack(read(group, rows_in_group, row, sub_blocks, s), table)
-        a, b, c, d, e, f, g, h, scale, other_scale, minimum, other_minimum = found
+        a, b, c, d, e, f, g, h = found[:8]
+        record = record_of(found, group, rows_in_group, row, sub_blocks, s)
         words = half + SUB_BLOCK * place
         shared_store_4xi32(words, less(a), less(e), less(b), less(f))
         shared_store_4xi32(words + 16, less(c), less(g), less(d), less(h))
         shared_store_4xi32(words + _OF_ROWS, xa, xe, xb, xf)
         shared_store_4xi32(words + _OF_ROWS + 16, xc, xg, xd, xh)
-        record = half + _RECORDS + 4 * of_weights * place
-        shared_store_f32(record, scale)
-        if halves:
-            shared_store_f32(record + 4, other_scale)
-        if minima:
-            shared_store_f32(record + 4 + 4 * halves, minimum)
-        if minima and halves:
-            shared_store_f32(record + 12, other_minimum)
-        record = half + _RECORDS + 4 * OUTPUTS * _HELD * of_weights + 4 * of_rows * place
-        shared_store_f32(record, x_scale)
-        if minima:
-            shared_store_f32(record + 4, f32_of_i32(x_sum))
-        if minima and halves:
-            shared_store_f32(record + 8, f32_of_i32(other_sum))
+        target = half + _RECORDS + 4 * of_weights * place
+        shared_store_f32(target, record[0])
+        if of_weights > 1:
+            shared_store_f32(target + 4, record[1])
+        if of_weights > 2:
+            shared_store_f32(target + 8, record[2])
+            shared_store_f32(target + 12, record[3])
+        target = half + _RECORDS + 4 * OUTPUTS * _HELD * of_weights + 4 * of_rows * place
+        shared_store_f32(target, x_scale)
+        if of_rows > 1:
+            shared_store_f32(target + 4, f32_of_i32(x_sum))
+        if of_rows > 2:
+            shared_store_f32(target + 8, f32_of_i32(other_sum))
 
     return bring
 
@@ -351,10 +340,11 @@ def block_product(kind: TensorType) -> Function:
 
     The others are those of `linear` of the table.
     """
-    form = decoder_of(kind)
-    bring, add_sub_block = _bringer(kind), _sub_block(form)
-    of_weights, of_rows = _record_floats(form)
-    half_bytes = _half_bytes(form)
+    scaling = scaling_of(kind)
+    bring, add_products = _bringer(kind), _sub_blocks(scaling)
+    of_weights, of_rows = scaling.of_weights, scaling.of_rows
+    at_once = 2 if scaling.in_pairs else 1
+    half_bytes = _half_bytes(scaling)
     table = 2 * half_bytes + _SUMS * _APART
     fill = table_filler(kind, table, THREADS)
     bytes_of_row = row_bytes_of(kind)
@@ -458,14 +448,14 @@ def block_product(kind: TensorType) -> Function:
             if own_row < here:
                 number, at = 0, s
                 while number < _HELD and at < sub_blocks:
-                    chain = add_sub_block(
+                    chain = add_products(
                         chain,
                         half + words + _BYTES * number,
                         half + records + 4 * of_weights * OUTPUTS * number,
                         half + row_words + _BYTES * number,
                         half + row_records + 4 * of_rows * ROWS * number,
                     )
-                    number += 1
+                    number += at_once
                     at = i32(s + (step >> 1) * (number >> 1) + APART * (number & 1))
                 if s + step >= sub_blocks:
                     quarter = c & QUARTERS - 1
@@ -506,6 +496,12 @@ def block_product(kind: TensorType) -> Function:
             piece += 1
 
     return multiply
+
+
+def spills_of(kind: TensorType) -> int:
+    """Return the most bytes of registers that a thread keeps in memory: what two sub-blocks need
+    together leaves no register for what is wanted once in a stage."""
+    return 64 if scaling_of(kind).in_pairs else 0
 
 
 def registers_of(kind: TensorType) -> int:
