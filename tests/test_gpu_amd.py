@@ -30,6 +30,7 @@ CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
 # Products of matrices are made of shuffles here, and these do not fit the registers.
 OF_SHUFFLES = ("attention_halves", "batch_linear", "batch_expert")
 WEIGHTS = sorted(PACKED | UNPACKED)
+PRODUCTS = ("batch_linear", "batch_expert")
 
 # Sizes of a model of the usual kind, by the table's names.
 SIZES = {
@@ -52,6 +53,7 @@ SIZES = {
 VARIANTS: dict[str | None, list[Any]] = {
     None: [None],
     "weights": WEIGHTS,
+    "packed": sorted(PACKED),
     "keys_values": list(product(CACHE_TYPES, repeat=2)),
     "gate_up": list(product(WEIGHTS, repeat=2)),
 }
@@ -62,7 +64,7 @@ DECODED = [T.F16, T.Q4_0, T.Q8_0, T.Q4_K, T.Q6_K, T.IQ4_XS, T.IQ3_S, T.IQ1_M, T.
 AXES: dict[str, str | None] = {
     **{name: kernel.axis for name, kernel in KERNELS.items() if name not in FUSED},
     **dict(zip(CARD_KERNELS, (None, "gate_up", "weights"), strict=True)),
-    **{name: "weights" if name == "batch_expert" else None for name in BATCH_KERNELS},
+    **{name: "packed" if name in PRODUCTS else None for name in BATCH_KERNELS},
 }
 FEW: dict[str, list[Any]] = {
     "embed": [T.Q4_K],
@@ -71,6 +73,7 @@ FEW: dict[str, list[Any]] = {
     "attention": [("f16", "f16"), ("int8", "f16")],
     "expert_gate_up": [(T.Q4_K, T.Q4_K)],
     "expert_down": [T.Q6_K],
+    "batch_linear": [T.Q6_K],
     "batch_expert": [T.Q4_K],
 }
 

@@ -21,6 +21,7 @@ from strata_nb.kernels.reference import Floats, Integers
 from strata_nb.kernels.table import KERNELS
 
 T = TensorType
+OUT = 8  # outputs of down, here fewer than values of a row
 BEYOND = -7  # in place of what must stay untouched
 
 
@@ -88,6 +89,7 @@ def test_a_choice_has_the_bits_of_its_row_times_the_matrix_of_its_expert(
         "offset": held.offsets[1],
         "values": values,
         "outputs": outputs,
+        "parts": 1,
         "experts": experts,
         "top_k": top_k,
     }
@@ -137,8 +139,8 @@ def layer(
         "inner": np.zeros((choices, inner_width), np.float32),
         "other": np.zeros((choices, inner_width), np.float32),
         "packed": np.zeros((choices, row_bytes(inner_width)), np.uint8),
-        "products": np.zeros((choices, width), np.float32),
-        "y": np.full((most_rows, width), UNTOUCHED),
+        "products": np.zeros((choices, OUT), np.float32),
+        "y": np.full((most_rows, OUT), UNTOUCHED),
     }
     arrays = {name: aligned(array) for name, array in arrays.items()}
     words: dict[str, int] = {name: array.ctypes.data for name, array in arrays.items()}
@@ -156,25 +158,29 @@ def layer(
         part("expert_group"),
         part("expert_gather"),
         part("expert_gate_up", (kind, kind), values=width, outputs=inner_width),
-        part("expert_down", kind, inner=words["packed"], values=inner_width, outputs=width),
+        part("expert_down", kind, inner=words["packed"], values=inner_width, outputs=OUT),
     )
     return program, arrays
 
 
-def test_a_batch_of_rows_passes_a_layers_experts() -> None:
-    rows, experts, width, inner_width, kind = 11, 3, 64, 32, T.Q8_0
-    held = Experts(
-        experts, (kind, inner_width, width), (kind, inner_width, width), (kind, width, inner_width)
-    )
-    routes, x = Routes.of(rows, experts), normal(rows, width, seed=1)
-    program, arrays = layer(held, routes, x, inner_width, rows + 2, kind)
-    before = normal(rows, width, seed=2)
-    arrays["y"][:rows] = before
+def run_layer(program: Program, arrays: dict[str, Any], held: Experts, most_rows: int) -> None:
     read = {"addresses", "x", "rows", "tier", "logits"}
     written = [array for name, array in arrays.items() if name not in read]
     gpu_launches.simulated_program(
-        program, rows + 2, written, [held.memory, *(arrays[name] for name in read)]
+        program, most_rows, written, [held.memory, *(arrays[name] for name in read)]
     )
+
+
+def test_a_batch_of_rows_passes_a_layers_experts() -> None:
+    rows, experts, width, inner_width, kind = 11, 3, 320, 32, T.Q8_0
+    held = Experts(
+        experts, (kind, inner_width, width), (kind, inner_width, width), (kind, OUT, inner_width)
+    )
+    routes, x = Routes.of(rows, experts), normal(rows, width, seed=1)
+    program, arrays = layer(held, routes, x, inner_width, rows + 2, kind)
+    before = normal(rows, OUT, seed=2)
+    arrays["y"][:rows] = before
+    run_layer(program, arrays, held, rows + 2)
     assert np.array_equal(arrays["chosen"][:rows], routes.chosen)
     assert arrays["use"].sum() == arrays["tally"][0] == routes.chosen.size
     starts, members, places = plain.expert_group(routes.chosen, experts)
@@ -188,3 +194,8 @@ def test_a_batch_of_rows_passes_a_layers_experts() -> None:
     y = plain.expert_down(as_kept, starts, places, shares, held.weights(2), before)
     np.testing.assert_allclose(arrays["y"][:rows], y, rtol=2e-6, atol=3e-6)
     assert np.all(arrays["y"][rows:] == UNTOUCHED)
+
+    few = Routes(routes.chosen[:2], routes.shares[:2])
+    program, window = layer(held, few, x[:2], inner_width, 2, kind)
+    run_layer(program, window, held, 2)
+    assert same_bits(arrays["inner"][:4], window["inner"])

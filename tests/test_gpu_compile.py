@@ -40,8 +40,7 @@ GROUPS = (4, 1, 8)  # heads that share a K/V head
 VOCABULARIES = (258, 4096, 151_936)
 EXPERTS = {"outputs": 64, "top_k": 8}
 NAMES = [*(name for name in KERNELS if name not in FUSED), *CARD_KERNELS, *BATCH_KERNELS]
-IN_BATCHES = (T.Q4_K, T.Q2_K)  # the usual type, and one that needs most registers
-BATCH_ROWS = 64
+IN_BATCHES = (T.Q2_K, T.Q4_K)  # those that need most registers
 ROUTERS = ((8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8))
 
 
@@ -70,9 +69,7 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     found: Kernels = {}
     for name in NAMES:
         for variant, values in launches_of(name, lengths=lengths):
-            of_batches = name == "linear" and variant in (PACKED if lengths else IN_BATCHES)
-            is_usual = values.get("values") == LENGTHS_OF_PRODUCTS[0]  # others have the same code
-            for rows in (1, 8, BATCH_ROWS) if of_batches and is_usual else (1, 8):
+            for rows in (1, 8):
                 for made in shaped_for_card(name, variant, rows=rows, **values):
                     found[made.kernel.name] = made.kernel, made.kinds
             if name == "kv_append":  # which a card launches together with what is before it
@@ -90,8 +87,9 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
     axis = KERNELS[name].axis if name in KERNELS else None
     if name == "embed":
         yield from ((kind, {}) for kind in KINDS)
-    elif name == "batch_expert":
-        yield from ((kind, {"values": 768} | EXPERTS) for kind in (PACKED if lengths else [T.Q6_K]))
+    elif name in ("batch_linear", "batch_expert"):
+        usual = IN_BATCHES[name == "batch_expert" :]
+        yield from ((kind, {}) for kind in (sorted(PACKED) if lengths else usual))
     elif axis == "weights" or name.startswith("expert_"):
         for kind in KINDS:
             count = 3 if lengths or kind in OF_ALL_LENGTHS else 1

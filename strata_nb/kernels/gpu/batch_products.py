@@ -32,17 +32,25 @@ from strata_nb.kernels.groups import TILE_BYTES, most_tiles
 
 
 @cache
-def batch_linear_kernel(kind: TensorType, parts: int) -> GpuKernel:
+def batch_linear_kernel(kind: TensorType) -> GpuKernel:
     """Return `linear` of the table for many rows: grid (outputs / 64, rows / 64).
 
-    parts   of a row, each with a sum of its own: `one_row.warps_of`
+    A further argument, parts, says how many sums of its own a row has: `one_row.warps_of`.
 
     Reads the weights, and 1.5 bytes a value of the rows for each 64 outputs.
     """
     multiply = block_product(kind)
 
     def linear(
-        rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
+        rows: int,
+        x: int,
+        weight: int,
+        bias: int,
+        y: int,
+        values: int,
+        outputs: int,
+        add: int,
+        parts: int,
     ) -> None:
         first = ROWS * i64(block_y())
         here = load_i64(rows) - first
@@ -58,7 +66,7 @@ def batch_linear_kernel(kind: TensorType, parts: int) -> GpuKernel:
 
     shared_bytes = shared_bytes_of(kind)
     return GpuKernel(
-        f"batch_linear_{parts}_{kind.name.lower()}",
+        f"batch_linear_{kind.name.lower()}",
         linear,
         THREADS,
         grid,
@@ -70,15 +78,13 @@ def batch_linear_kernel(kind: TensorType, parts: int) -> GpuKernel:
 
 
 @cache
-def batch_expert_kernel(kind: TensorType, parts: int) -> GpuKernel:
+def batch_expert_kernel(kind: TensorType) -> GpuKernel:
     """Return the product of choices' rows with a matrix of their experts: a block for each tile.
 
     Its grid is (outputs / 64, tiles), and its arguments are tiles, sources and targets
     (`kernels/groups.py`), addresses int64 (experts,) of blobs, in which the matrix begins at
-    `offset`, x, y, values, outputs, experts and top_k. For place i of `members`,
+    `offset`, x, y, values, outputs, parts (as above), experts and top_k. For place i of `members`,
     y[targets[i]] = x[sources[i]] times the matrix.
-
-    parts   as `batch_linear_kernel` has it
 
     Reads the matrix of each expert that was chosen once for each of its tiles, most of it from the
     card's cache, and 1.5 bytes a value of the rows for each 64 outputs.
@@ -95,6 +101,7 @@ def batch_expert_kernel(kind: TensorType, parts: int) -> GpuKernel:
         offset: int,
         values: int,
         outputs: int,
+        parts: int,
         _experts: int,
         _top_k: int,
     ) -> None:
@@ -118,7 +125,7 @@ def batch_expert_kernel(kind: TensorType, parts: int) -> GpuKernel:
 
     shared_bytes = shared_bytes_of(kind)
     return GpuKernel(
-        f"batch_expert_{parts}_{kind.name.lower()}",
+        f"batch_expert_{kind.name.lower()}",
         expert,
         THREADS,
         grid,

@@ -9,8 +9,8 @@
         expert_gate_up                  batch_expert of gate and of up, batch_gate
         expert_down                     batch_expert, batch_sum
 
-In a window a block adds up the products of a row's experts before they are whole; a batch adds up
-whole ones. So these sums are others, in their last bits.
+The bits are those of windows, but for one sum: a block of a window adds up the products of a row's
+experts before they are whole, and a batch adds up whole ones.
 
 Weights of floats have no other kernels here.
 """
@@ -23,7 +23,8 @@ from typing import Any
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.attention_slices import SLICES
 from strata_nb.kernels.gpu.batch_products import batch_expert_kernel, batch_linear_kernel
-from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
+from strata_nb.kernels.gpu.card_launch import CardLaunch
+from strata_nb.kernels.gpu.experts import PARTS
 from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.gathering import gate_kernel, sum_kernel
 from strata_nb.kernels.gpu.grouping import count_kernel, group_kernel
@@ -42,9 +43,13 @@ BATCH_KERNELS = {
         "*rows *chosen *counts *members *sources *tiles experts top_k",
         lambda _, given: group_kernel(given["top_k"]),
     ),
+    "batch_linear": card_kernel(
+        "*rows *x *weight *bias *y values outputs add parts",
+        lambda kind, _: batch_linear_kernel(kind),
+    ),
     "batch_expert": card_kernel(
-        "*tiles *sources *targets *addresses *x *y offset values outputs experts top_k",
-        lambda kind, given: batch_expert_kernel(kind, warps_of(given["values"])),
+        "*tiles *sources *targets *addresses *x *y offset values outputs parts experts top_k",
+        lambda kind, _: batch_expert_kernel(kind),
     ),
     "batch_gate": card_kernel(
         "*rows *inner *up *packed outputs top_k", lambda _, __: gate_kernel()
@@ -64,9 +69,9 @@ def with_batches(
         one = program[number]
         layer = [one for one in program[number : number + len(FUSED)] if isinstance(one, Launch)]
         if isinstance(one, Launch) and one.kernel == "linear" and one.variant in PACKED:
-            kind = TensorType(one.variant)
-            parts = warps_of(arguments_of(one)["values"])
-            yield card_launch(one)._replace(kernel=batch_linear_kernel(kind, parts))
+            given = arguments_of(one)
+            words = given | {"parts": warps_of(given["values"])}
+            yield BATCH_KERNELS["batch_linear"].part(words, one.variant, one.label)
         elif tuple(part.kernel for part in layer) == FUSED and _is_packed(*layer[-2:]):
             yield from _routed(rows, *layer)
             number += len(FUSED) - 1
@@ -101,12 +106,12 @@ def _routed(
     members = {"targets": given["members"]}
     inner = given | arguments_of(gate_up) | members
     for kind, y, part_of in zip(_pair(gate_up), ("inner", "other"), ("gate", "up"), strict=True):
-        words = {**inner, "y": inner[y], "offset": inner[f"{part_of}_offset"]}
+        words = {**inner, "y": inner[y], "offset": inner[f"{part_of}_offset"], "parts": PARTS}
         yield part("batch_expert", gate_up.label, words, kind)
     yield part("batch_gate", gate_up.label, {**inner, "up": inner["other"]})
 
     outer = given | arguments_of(down) | members
     words = {"sources": given["members"], "x": outer["inner"], "y": outer["products"]}
-    words |= {"offset": outer["down_offset"]}
+    words |= {"offset": outer["down_offset"], "parts": warps_of(outer["values"])}
     yield part("batch_expert", down.label, outer | words, down.variant)
     yield part("batch_sum", down.label, outer)

@@ -121,8 +121,8 @@ def _of_shape(name: str, sub_blocks: int, is_whole: bool) -> str:
 # Shared memory holds sums of parts of a row, float32: (gate and up, parts, 32 outputs).
 
 _GROUPS = SUB_BLOCK // GROUP_ROWS
-_PARTS = 4  # that the tiles of a row are shared by
-_GATE_UP_THREADS = WARP * _GROUPS * _PARTS
+PARTS = 4  # that the tiles of a row are shared by
+_GATE_UP_THREADS = WARP * _GROUPS * PARTS
 _PART_BITS = (WARP * _GROUPS).bit_length() - 1  # of the number of a thread, below its part
 _SUMS_BYTES = 4 * SUB_BLOCK
 # What these decode does not fit 64 registers.
@@ -150,7 +150,7 @@ def _finish_gate_up(
 
 def _sum_of_parts(place: int) -> Any:
     total, part = shared_load_f32(place), 1
-    while part < _PARTS:
+    while part < PARTS:
         total += shared_load_f32(place + _SUMS_BYTES * part)
         part += 1
     return total
@@ -166,7 +166,7 @@ def _packed_gate_up(
 
     Reads gate and up once for each choice, and its row, 1.5 bytes a value, for each group.
     """
-    gate_table = 2 * _SUMS_BYTES * _PARTS  # behind the sums
+    gate_table = 2 * _SUMS_BYTES * PARTS  # behind the sums
     is_one_type = gate_kind is up_kind
     up_table = gate_table if is_one_type else gate_table + table_bytes(gate_kind)
     read_gate, add_gate = tile_product(gate_kind, sub_blocks, gate_table)
@@ -223,16 +223,16 @@ def _packed_gate_up(
                 up_words = read_up(of_up, rows_here, row, quarter, tile)
                 gate = add_gate(gate, gate_words, of_row, quarter, tile)
                 up = add_up(up, up_words, of_row, quarter, tile)
-                tile += _PARTS
+                tile += PARTS
         gate, up = row_sum(gate), row_sum(up)
         if lane < GROUP_ROWS:
             place = _SUMS_BYTES * part + 4 * (GROUP_ROWS * number + lane)
             shared_store_f32(place, gate)
-            shared_store_f32(place + _SUMS_BYTES * _PARTS, up)
+            shared_store_f32(place + _SUMS_BYTES * PARTS, up)
         barrier()
         if warp == 0:
             gate = _sum_of_parts(4 * lane)
-            up = _sum_of_parts(4 * lane + _SUMS_BYTES * _PARTS)
+            up = _sum_of_parts(4 * lane + _SUMS_BYTES * PARTS)
             _finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
     name = _of_shape(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", sub_blocks, is_whole)
