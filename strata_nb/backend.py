@@ -75,7 +75,6 @@ class Backend(Protocol[Prepared]):
     has_slots   whether experts are copied to the device; else they are read where the host has them
     of_host     whether the device is made of the host's memory, so that what it holds counts there
     most_rows   of one step; None: as many as there are buffers for
-    exact_rows  of one step, up to which bits do not depend on how many there are; None: any number
     batches_apart   whether a step of more rows than a window has is another program
     gathers_rows    whether rows are brought into the order of experts, or read where they are
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
@@ -103,9 +102,6 @@ class Backend(Protocol[Prepared]):
 
     @property
     def most_rows(self) -> int | None: ...
-
-    @property
-    def exact_rows(self) -> int | None: ...
 
     @property
     def batches_apart(self) -> bool: ...
@@ -207,7 +203,7 @@ class HostBackend:
     """
 
     device = 0
-    of_host, most_rows, exact_rows = True, None, None
+    of_host, most_rows = True, None
     chooses_tokens = attends_in_runs = batches_apart = False
     gathers_rows = True
     outside_bytes = reserve_bytes = 0

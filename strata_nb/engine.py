@@ -216,15 +216,12 @@ class Engine:
         resources.callback(backend.close)
         self.warnings += backend.warnings
         most_rows = max(WINDOW_ROWS, self.prefill_rows)
-        limit = backend.exact_rows if options.deterministic else backend.most_rows
-        if limit is not None and most_rows > limit:
-            most_rows = self.prefill_rows = min(limit, self.ctx_size)
-            if isinstance(options.prefill, int):
-                given = " with --deterministic" if options.deterministic else ""
-                self.warnings.append(
-                    f"--prefill {options.prefill}: the device {self.device} reads prompts "
-                    f"{self.prefill_rows} rows at a time{given}"
-                )
+        if backend.most_rows is not None and most_rows > backend.most_rows:
+            most_rows = self.prefill_rows = min(backend.most_rows, self.ctx_size)
+            self.warnings.append(
+                f"--prefill {options.prefill}: the device {self.device} reads prompts "
+                f"{self.prefill_rows} rows at a time at most"
+            )
         return DeviceModel(
             file,
             self.description,

@@ -171,8 +171,13 @@ def run_layer(program: Program, arrays: dict[str, Any], held: Experts, most_rows
     )
 
 
-def test_a_batch_of_rows_passes_a_layers_experts() -> None:
-    rows, experts, width, inner_width, kind = 11, 3, 320, 32, T.Q8_0
+@pytest.mark.parametrize(
+    ("width", "inner_width"), [(320, 32), pytest.param(64, 288, marks=pytest.mark.slow)]
+)
+def test_a_batch_of_rows_passes_a_layers_experts_and_has_the_bits_of_a_window(
+    width: int, inner_width: int
+) -> None:
+    rows, experts, kind = 11, 3, T.Q8_0
     held = Experts(
         experts, (kind, inner_width, width), (kind, inner_width, width), (kind, OUT, inner_width)
     )
@@ -197,5 +202,7 @@ def test_a_batch_of_rows_passes_a_layers_experts() -> None:
 
     few = Routes(routes.chosen[:2], routes.shares[:2])
     program, window = layer(held, few, x[:2], inner_width, 2, kind)
+    window["y"][:] = before[:2]
     run_layer(program, window, held, 2)
     assert same_bits(arrays["inner"][:4], window["inner"])
+    assert same_bits(arrays["y"][:2], window["y"])

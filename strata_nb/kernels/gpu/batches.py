@@ -9,8 +9,7 @@
         expert_gate_up                  batch_expert of gate and of up, batch_gate
         expert_down                     batch_expert, batch_sum
 
-The bits are those of windows, but for one sum: a block of a window adds up the products of a row's
-experts before they are whole, and a batch adds up whole ones.
+The bits are those of windows.
 
 Weights of floats have no other kernels here.
 """
@@ -24,7 +23,7 @@ from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.attention_slices import SLICES
 from strata_nb.kernels.gpu.batch_products import batch_expert_kernel, batch_linear_kernel
 from strata_nb.kernels.gpu.card_launch import CardLaunch
-from strata_nb.kernels.gpu.experts import PARTS
+from strata_nb.kernels.gpu.experts import PARTS, parts_of_down
 from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.gathering import gate_kernel, sum_kernel
 from strata_nb.kernels.gpu.grouping import count_kernel, group_kernel
@@ -112,6 +111,9 @@ def _routed(
 
     outer = given | arguments_of(down) | members
     words = {"sources": given["members"], "x": outer["inner"], "y": outer["products"]}
-    words |= {"offset": outer["down_offset"], "parts": warps_of(outer["values"])}
+    words |= {
+        "offset": outer["down_offset"],
+        "parts": parts_of_down(outer["top_k"], outer["values"]),
+    }
     yield part("batch_expert", down.label, outer | words, down.variant)
     yield part("batch_sum", down.label, outer)
