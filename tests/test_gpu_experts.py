@@ -86,6 +86,7 @@ GATE_UPS = [
     GateUp(T.Q4_K, T.Q6_K, 512, 64),
     GateUp(T.Q4_K, T.Q4_K, 1280, 8),  # more tiles than parts
     GateUp(T.Q8_0, T.Q4_0, 160, 45),
+    GateUp(T.IQ3_S, T.IQ2_XXS, 256, 8),  # a table each in shared memory
     GateUp(T.F32, T.F32, 77, 45),
     GateUp(T.F16, T.BF16, 264, 32),
     GateUp(T.BF16, T.F32, 40, 3),

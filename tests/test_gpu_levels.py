@@ -116,6 +116,7 @@ def test_bytes_are_chosen_by_number_from_two_words() -> None:
     first, second = 0x33221100, 0x77665544
     for one in (
         intrinsics.even_bytes,
+        intrinsics.odd_bytes,
         intrinsics.low_bytes_in_turn,
         intrinsics.high_bytes_in_turn,
     ):
@@ -123,3 +124,13 @@ def test_bytes_are_chosen_by_number_from_two_words() -> None:
         assert gpu_simulator._permutation(one)(first, second) == expected
         selector = int(one.ptx[0].rpartition(", ")[2].rstrip(";"))
         assert prmt(first, second, selector) == expected
+
+
+def test_nibbles_number_bytes_of_two_words() -> None:
+    first, second = 0x33221100, 0x77665544
+    for numbers in (0x3210, 0x7654, 0x0725, 0x12340000):
+        expected = sum(0x11 * (numbers >> 4 * place & 15) << 8 * place for place in range(4))
+        assert gpu_simulator._PLAIN["bytes_by_nibbles"](first, second, numbers) == expected
+        assert prmt(first, second, numbers) == expected
+        selector = intrinsics._bytes_of_nibbles(Builder(), numbers)
+        assert v_perm_b32(second, first, selector) == expected

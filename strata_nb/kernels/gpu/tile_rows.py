@@ -19,7 +19,7 @@ class Tile(NamedTuple):
     read   (group, rows_in_group, row, quarter, tile) -> what a lane needs of a tile: a tuple
     add    (total, words, x, quarter, tile) -> total and the products with a quantised row at x
 
-    group, rows_in_group and row are those of `Decoder.decode`; quarter is l // 8 of lane l.
+    group, rows_in_group and row are those of `Decoder.read`; quarter is l // 8 of lane l.
     """
 
     read: Function

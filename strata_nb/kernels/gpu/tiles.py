@@ -3,8 +3,9 @@
 A warp takes a tile at a time. Lane l has row l % 8 of the group and two of the tile's eight
 sub-blocks, l // 8 and l // 8 + 4: each load of quants covers a run of memory, what a block of 256
 values shares is read once for two sub-blocks, and of the quantised row all lanes of a sub-block
-read the same bytes. Reading and multiplying are two functions, so that a kernel can
-ask for weights before it knows what they meet.
+read the same bytes. Reading and multiplying are two functions, so that a kernel can ask for weights
+before it knows what they meet; what they share of decoding is done once for all rows that a tile
+meets.
 
 Weights are read by ordinary loads: those of memory that is constant are moved behind the wait for
 the launch before, where a kernel reads weights ahead.
