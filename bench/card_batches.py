@@ -244,6 +244,8 @@ class Layer:
             "y": memory.copy(np.zeros((rows, self.width), np.float32)),
             **{name: memory.room(8 * choices) for name in ("chosen", "members", "places")},
             "shares": memory.room(4 * choices),
+            "positions": 0,
+            "forced": 0,
             "experts": self.experts,
             "top_k": self.top_k,
             "renormalise": 1,

@@ -9,27 +9,31 @@ Options:
   --cells=N       of the texts, prompt included [default: 8192]
   --texts=N       that are written with growth and without [default: 3]
   --kv-init=N     cells that a growing K/V begins with [default: 512]
+  --limit=GIB     of the device's memory (`--vram-limit`): experts give what the K/V gets
   --give=GIB      of experts that leave, at most all but a slot a layer [default: 14.7]
   --rounds=N      of giving and taking [default: 5]
   -o FILE         write the figures here, not to bench/results/card_memory_MODEL.json
 
 Texts are written greedily, once with a K/V that begins small and grows (`--kv-grow`), once with one
 for all cells from the start; their tokens must be the same. A gap is the time between two tokens;
-those before the 32nd token do not count.
+those before the 32nd token do not count. With a limit both have as many slots for experts as fit.
 
+  waits    of a token for a growth, the longest call of `ElasticKV.before_step` in each text
+  beside   the longest call of `ElasticKV.when_idle`, which grows while a window runs
   give     `Engine.set_vram_reserve` until so many bytes of experts have left: the call's wall clock
   take     the same back to the reserve of the start; the call returns when experts are back
   parts    of that, in calls of the driver and of the arena, which keeps the tables of experts, and
            the rest: measured in a round of its own, which does not count
   link     what one copy of pinned memory to the device reaches in the same run
 
-A profile ranks every expert, so that all come back: who was never used nor ranked stays away.
+A profile ranks every expert, so that slots are full from the start, also within a limit.
 Tokens written before, between and after must be the same.
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
 import statistics
 import sys
 import tempfile
@@ -50,6 +54,7 @@ sys.path[:0] = [str(ROOT / "bench")]
 from card_graphs import spread, store  # noqa: E402 - bench/ is no package
 
 from strata_nb import Engine, Options, Sampling  # noqa: E402
+from strata_nb.cache.elastic import ElasticKV  # noqa: E402
 from strata_nb.cache.profile import rank_by_use, save_profile  # noqa: E402
 from strata_nb.gguf import GGUFFile  # noqa: E402
 from strata_nb.models import describe  # noqa: E402
@@ -73,21 +78,27 @@ DRIVER_CALLS = (
     "stream_synchronize",
     "mem_info",
 )
+GROWING_CALLS = ("before_step", "when_idle")
 ARENA_CALLS = ("moves_into", "resize", "hottest", "begin_fill")
 
 
 class Text(NamedTuple):
-    """Hold a text: its tokens, seconds between them, and how often the K/V grew meanwhile."""
+    """Hold a text: its tokens, seconds between them, and how often the K/V grew meanwhile.
+
+    longest   milliseconds of the longest call that grows the K/V, by name
+    """
 
     ids: list[int]
     gaps: np.ndarray[Any, np.dtype[np.float64]]
     growths: int
+    longest: dict[str, float]
 
 
 def main() -> None:
     """Measure what the command line asks for; print and store it."""
     arguments = docopt(str(__doc__))
     cells, texts = int(arguments["--cells"]), int(arguments["--texts"])
+    limit = int(float(arguments["--limit"]) * 1024 * MIB) if arguments["--limit"] else None
     figures: dict[str, Any] = {"cells": cells}
     digests = set()
     with tempfile.TemporaryDirectory() as folder:
@@ -100,6 +111,7 @@ def main() -> None:
                 kv_grow=grows,
                 kv_grow_init=int(arguments["--kv-init"]) if grows else None,
                 vram_elastic=grows,
+                vram_limit=limit,
                 expert_profile=profile,
             )
             with Engine.open(options) as engine:
@@ -134,8 +146,8 @@ def main() -> None:
 def write(engine: Engine, count: int) -> Text:
     """Write so many tokens greedily behind a short prompt."""
     vocab = engine.description.vocab_size
-    ledger = engine._device().ledger
-    with engine.open_session() as session:
+    ledger, longest = engine._device().ledger, dict.fromkeys(GROWING_CALLS, 0.0)
+    with engine.open_session() as session, _longest(longest):
         session.extend(np.random.default_rng(0).integers(0, vocab, PROMPT).tolist())
         growths = ledger.growths
         writing = session.generate(
@@ -147,7 +159,7 @@ def write(engine: Engine, count: int) -> Text:
             ids.append(token.id)
     if len(ids) != count:
         raise SystemExit(f"{len(ids)} of {count} tokens: {writing.finish} {writing.refusal or ''}")
-    return Text(ids, np.diff(times), ledger.growths - growths)
+    return Text(ids, np.diff(times), ledger.growths - growths, longest)
 
 
 def _gap_figures(texts: list[Text]) -> dict[str, Any]:
@@ -158,6 +170,8 @@ def _gap_figures(texts: list[Text]) -> dict[str, Any]:
         "growths": [text.growths for text in texts],
         "longest_ms": spread([float(gaps.max()) for gaps in counted], 1e3),
         "median_ms": spread([float(np.median(gaps)) for gaps in counted], 1e3),
+        "waits_ms": spread([text.longest["before_step"] for text in texts]),
+        "beside_ms": spread([text.longest["when_idle"] for text in texts]),
         "slowest": [
             [(int(place) + WARM_UP + 1, 1e3 * float(gaps[place])) for place in some]
             for some, gaps in zip(places, counted, strict=True)
@@ -171,7 +185,8 @@ def _gap_line(name: str, figures: dict[str, Any]) -> str:
     return (
         f"{name}: longest gap {longest['median']:.2f} ms ({longest['least']:.2f} to "
         f"{longest['most']:.2f}, n {longest['n']}), median {median['median']:.3f} ms, growths "
-        f"{figures['growths']}; last text: {slowest}"
+        f"{figures['growths']}, waits {figures['waits_ms']['median']:.2f} ms, beside "
+        f"{figures['beside_ms']['median']:.2f} ms; last text: {slowest}"
     )
 
 
@@ -231,6 +246,16 @@ def exchange(engine: Engine, give_bytes: int, rounds: int) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def _longest(took: dict[str, float]) -> Iterator[None]:
+    """Note in `took` the milliseconds of the longest call that grows the K/V, by name."""
+    with ExitStack() as patches:
+        for name in took:
+            function = _noting(getattr(ElasticKV, name), name, took, max)
+            patches.enter_context(mock.patch.object(ElasticKV, name, function))
+        yield
+
+
 def _seconds(engine: Engine, reserve_mib: int | None) -> float:
     start = time.perf_counter()
     engine.set_vram_reserve(reserve_mib)
@@ -251,19 +276,26 @@ def _parts(engine: Engine, took: dict[str, float] | None) -> Iterator[None]:
         if took is not None:
             for owner, names in ((model._backend.driver, DRIVER_CALLS), (model.arena, ARENA_CALLS)):
                 for name in names:
-                    function = _adding(getattr(type(owner), name), name, took)
+                    function = _noting(getattr(type(owner), name), name, took, operator.add)
                     patches.enter_context(mock.patch.object(type(owner), name, function))
         yield
 
 
-def _adding(function: Callable[..., Any], name: str, took: dict[str, float]) -> Any:
+def _noting(
+    function: Callable[..., Any],
+    name: str,
+    took: dict[str, float],
+    join: Callable[[float, float], float],
+) -> Any:
+    """Return a function that also joins its milliseconds with those in `took`."""
+
     @wraps(function)
     def timed(*given: Any, **named: Any) -> Any:
         start = time.perf_counter()
         try:
             return function(*given, **named)
         finally:
-            took[name] = took.get(name, 0.0) + 1e3 * (time.perf_counter() - start)
+            took[name] = join(took.get(name, 0.0), 1e3 * (time.perf_counter() - start))
 
     return timed
 

@@ -77,6 +77,8 @@ class Backend(Protocol[Prepared]):
     most_rows   of one step; None: as many as there are buffers for
     batches_apart   whether a step of more rows than a window has is another program
     gathers_rows    whether rows are brought into the order of experts, or read where they are
+    overlaps    whether kernels begin while the one in front of them ends; may be turned off before
+                programs are prepared
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
     attends_in_runs   whether attention needs work space for runs of cells (`kernels/runs.py`)
     outside_bytes   of the device that the ledger leaves alone: its driver needs them for itself
@@ -93,6 +95,8 @@ class Backend(Protocol[Prepared]):
 
     @property
     def device(self) -> int: ...
+
+    overlaps: bool
 
     @property
     def has_slots(self) -> bool: ...
@@ -207,6 +211,7 @@ class HostBackend:
     chooses_tokens = attends_in_runs = batches_apart = False
     gathers_rows = True
     outside_bytes = reserve_bytes = 0
+    overlaps = False
 
     def __init__(self, text: str, threads: int, recorder: Recorder | None = None) -> None:
         devices = parse_host_devices(text)

@@ -99,6 +99,8 @@ _DEVICE = """\
                                layers, top-k)
   --trace FILE                 write every driver call and what the ledger did to FILE, on a device
                                with memory of its own (host:1x512MiB, cuda): for `strata_nb inspect`
+  --no-overlap                 on a card: begin no kernel before the one in front of it has ended
+                               (slower, the same bits)
   --deterministic              the same bits whatever budget, batch and threads are (on the host
                                and on cards they always are the same, of the reference never)"""
 _CONTROL = """\
@@ -273,10 +275,17 @@ Options:
   -p LIST, --n-prompt LIST     tokens of prompts (default 512)
   -n LIST, --n-gen LIST        tokens to write (default 128)
   -d LIST, --n-depth LIST      tokens that are there before (default 0)
+  --cold N                     also the first N tokens of a text that begins with empty slots
+                               ("tg64 cold"), on a device that has slots
+  --steady N                   also what -n says behind the first N tokens of such a text ("tg128
+                               steady"; 256, say)
   -r N, --repetitions N        runs of each test that count, after one that does not (default 5)
   -o FORMAT, --output FORMAT   md (default) or json
   --profile                    on a card: where the time of a token behind each test goes, kernel by
                                kernel
+  --force-routes FILE          token t of a text uses the experts of line t of FILE (int16 .npy
+                               (tokens, layers, top-k), as generate --routing-trace writes it), not
+                               the router's choice; their shares stay the router's
   --seed N                     of the token ids of prompts (default 0)
 {_DEVICE_OF_A_BENCH}
   --verbose                    say more about what is done, on stderr

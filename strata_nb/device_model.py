@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,13 +36,14 @@ from strata_nb.cache.plan import Memory, Needs, plan_device
 from strata_nb.cache.policy import Insertion, Maker, static, swaps
 from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_profile
 from strata_nb.cache.residency import Residency
-from strata_nb.cache.routing import RoutingTrace
+from strata_nb.cache.routing import RoutingTrace, forced_routes
 from strata_nb.cache.slots import SlotLayout
 from strata_nb.device_steps import DeviceSteps, SharedCounts
 from strata_nb.errors import ConfigError, DeviceLost
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
+from strata_nb.link_rate import link_rate
 from strata_nb.loading_pieces import LoadProgress
 from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPlaces, KVPlaces, Places, Programs
@@ -113,6 +115,7 @@ class DeviceModel:
         self._process = os.getpid()
         self._turn = threading.RLock()  # of the thread that runs a step, or changes sequences
         self._trace: RoutingTrace | None = None
+        self._forced: npt.NDArray[np.int16] | None = None  # (layers, context, top_k)
         self._prior: Profile | None = None
         self._announce = announce
         sizes = _measure(file, description, options, ctx_size)
@@ -133,7 +136,7 @@ class DeviceModel:
     ) -> None:
         backend, driver, device = self._backend, self._backend.driver, self._backend.device
         model = self.description
-        self._read_files(options, model)
+        self._read_files(options, model, ctx_size)
         wanted_slots = device_needs.slots_wanted(options, sizes.slots, backend)
         rules = device_needs.growth_rules(options, ctx_size, backend)
         unplaced, weight_bytes = loading.dense_layout(file, sizes.dense)
@@ -221,7 +224,10 @@ class DeviceModel:
         if placed_bytes != buffer_bytes:
             raise AssertionError(f"buffers of {placed_bytes:,} bytes in {buffer_bytes:,}")
         self._programs = emitted
-        _write_rope_table(file, model, backend, base, ctx_size)
+        front = Buffers(base)
+        _write_rope_table(file, model, backend, front.take(sizes.rope_bytes), ctx_size)
+        if self._forced is not None:
+            backend.send(front.take(self._forced.nbytes), self._forced)
         self._elastic = ElasticKV(self.ledger, rules, say=say) if rules is not None else None
         if self._elastic is not None:
             self._elastic.reconsider()
@@ -284,10 +290,14 @@ class DeviceModel:
 
         Those of prompt batches are None where all steps have the same.
 
-        The rope table is the first buffer. `placed`: whether there are K/V and experts to name.
+        The first buffers are the rope table, and routes that are forced. `placed`: whether there
+        are K/V and experts to name.
         """
         model = self.description
         rope = buffers.take(sizes.rope_bytes)
+        forced, layer_bytes = 0, 0
+        if self._forced is not None:
+            forced, layer_bytes = buffers.take(self._forced.nbytes), self._forced[0].nbytes
         share = self._backend.share
         kv = KVPlaces(
             table=share(self.kv.blocks) if placed else 0,
@@ -310,6 +320,7 @@ class DeviceModel:
                     tiers + count * layer,
                     use + 8 * count * layer,
                     tally,
+                    forced + layer_bytes * layer,
                     sizes.experts.parts[layer],
                 )
                 for layer in range(model.layers)
@@ -335,13 +346,14 @@ class DeviceModel:
         batch = emit(self.max_rows, WINDOW_ROWS) if self.max_rows > WINDOW_ROWS else None
         return programs, batch, buffers.size_bytes
 
-    def _read_files(self, options: Options, model: Description) -> None:
-        """Read the profile that is given, and begin the trace that is asked for."""
+    def _read_files(self, options: Options, model: Description, ctx_size: int) -> None:
+        """Read the profile and the routes that are given, and begin the trace that is asked for."""
         profile = options.profile_path()
         asked = [
             (profile, "--expert-profile"),
             (options.expert_profile_save, "--expert-profile-save"),
             (options.routing_trace, "--routing-trace"),
+            (options.force_routes, "--force-routes"),
         ]
         for value, flag in asked:
             if value is not None and not model.experts:
@@ -356,6 +368,9 @@ class DeviceModel:
                 ) from error
         if options.routing_trace is not None:
             self._trace = RoutingTrace(model.layers, model.experts, model.top_k)
+        if options.force_routes is not None:
+            sizes = model.layers, model.experts, model.top_k
+            self._forced = forced_routes(options.force_routes, *sizes, ctx_size)
 
     # Steps.
 
@@ -450,6 +465,12 @@ class DeviceModel:
             self._settle()
             return self._backend.plain_read()
 
+    def link_rate(self) -> PlainRead:
+        """Measure how fast pinned memory is copied to the device; StrataError where it cannot."""
+        with self._turn:
+            self._settle()
+            return link_rate(self._backend.driver, self._backend.device)
+
     def profile(self, cells: int) -> WindowProfile:
         """Measure where the time of the last step goes, whose one row sees so many cells.
 
@@ -489,8 +510,18 @@ class DeviceModel:
             owners,
         )
         hits, misses = self.arena.tally.tolist()
-        moved = self._residency
-        return ModelReport((device,), hits, misses, moved.inserted, moved.inserted_bytes)
+        moved, missed_bytes = self._residency, 0
+        if self._backend.has_slots and misses:
+            missed_bytes = round(misses * fmean(self.arena.layout.blob_bytes))
+        return ModelReport(
+            (device,),
+            hits,
+            misses,
+            moved.inserted,
+            moved.inserted_bytes,
+            missed_bytes,
+            missed_bytes + moved.inserted_bytes,
+        )
 
     def look(self) -> Look:
         """Look at the device's chunks as they are now."""
@@ -516,6 +547,14 @@ class DeviceModel:
                     self._elastic.reconsider()
             (device,) = self._report().devices
             return Reserved(change, self.ledger.reserve_bytes, device)
+
+    def empty_slots(self) -> None:
+        """Let every expert leave its slot, and forget the profile and what was used so far."""
+        with self._turn:
+            self._settle()
+            self._counts.use[:] = 0
+            self.arena.prior[:] = 0
+            self._residency.forget()
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""

@@ -115,6 +115,8 @@ def switched_off(options: Options, plan: Plan, slots: int, experts: int) -> list
         off.append(f"slots for {experts - slots:,} experts ({why})")
     if slots and options.adapt == "off":
         off.append("following the text (--adapt off)")
+    if not options.overlap:
+        off.append("kernels that overlap (--no-overlap)")
     if plan.needs.kv_cells >= plan.needs.kv_most_cells and options.kv_grow is False:
         off.append("growth of the K/V (--no-kv-grow)")
     return off

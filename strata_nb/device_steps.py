@@ -249,6 +249,8 @@ class DeviceSteps:
             if kv.blocks_wanted(new) > kv.usable_blocks:
                 return
             if self._elastic is not None and not self._elastic.is_ample(new):
+                if now.fetched.counts and not self._arena.is_complete:  # policies know of each step
+                    self._elastic.foresee(self._residency.heat())  # while `now` runs, if it does
                 return
         for sequence in sequences:
             kv.extend(sequence, cells)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb import cpu, models
+from strata_nb.cache.routing import forced_routes
 from strata_nb.errors import ConfigError
 from strata_nb.gguf import GGUFFile
 from strata_nb.models.description import bytes_text
@@ -51,7 +52,10 @@ class Report:
     slots, resident   expert slots of all devices, and how many hold an expert
     hit_rate          share of the choices of experts that found a slot; None before the first
                       choice, and where there are no slots
+    hits, misses      of these choices, also where there are no slots: then all are misses
     inserted, inserted_bytes   experts that were copied to slots since the start, and their bytes
+    missed_bytes      of the experts that misses read; where they differ in size, by their mean
+    link_bytes        that devices took from host memory for experts: by misses, and by copies
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the devices' memory
     """
@@ -60,8 +64,12 @@ class Report:
     slots: int
     resident: int
     hit_rate: float | None
+    hits: int
+    misses: int
     inserted: int
     inserted_bytes: int
+    missed_bytes: int
+    link_bytes: int
     kv_cells: int
     bytes_by_owner: dict[str, int]
 
@@ -169,14 +177,21 @@ class Engine:
                     "counts no experts",
                     hint="leave it out, or use another --device",
                 )
+        if not options.overlap:
+            raise _nothing_overlaps(REFERENCE)
         if options.deterministic:
             raise ConfigError(
                 "--deterministic: the products of the reference device are numpy's, whose rounding "
                 "depends on how a prompt is cut and on the number of threads",
                 hint="leave it out, or use another --device",
             )
+        judge = models.open_reference(file, self.description, progress=progress)
+        if options.force_routes is not None:
+            model = self.description
+            sizes = model.layers, model.experts, model.top_k
+            judge.forced = forced_routes(options.force_routes, *sizes, self.ctx_size)
         return ReferenceSteps(
-            models.open_reference(file, self.description, progress=progress),
+            judge,
             self.ctx_size,
             (options.cache_type_k or "f32", options.cache_type_v or "f32"),
             max(WINDOW_ROWS, self.prefill_rows),
@@ -214,6 +229,10 @@ class Engine:
         else:
             backend = open_backend(self.device, self.threads, record)
         resources.callback(backend.close)
+        if not options.overlap:
+            if not backend.overlaps:
+                raise _nothing_overlaps(self.device)
+            backend.overlaps = False
         self.warnings += backend.warnings
         most_rows = max(WINDOW_ROWS, self.prefill_rows)
         if backend.most_rows is not None and most_rows > backend.most_rows:
@@ -291,8 +310,12 @@ class Engine:
             slots,
             sum(device.resident for device in report.devices),
             report.hits / choices if choices and slots else None,
+            report.hits,
+            report.misses,
             report.inserted,
             report.inserted_bytes,
+            report.missed_bytes,
+            report.link_bytes,
             sum(device.kv_cells for device in report.devices),
             owners,
         )
@@ -347,6 +370,17 @@ class Engine:
     def plain_read(self) -> PlainRead:
         """Measure how fast the device's memory can be read; StrataError where that cannot be."""
         return self._device().plain_read()
+
+    def link_rate(self) -> PlainRead:
+        """Measure how fast pinned memory is copied to the device; StrataError where it cannot."""
+        return self._device().link_rate()
+
+    def empty_slots(self) -> None:
+        """Let every expert leave its slot, and forget the profile and what was used so far.
+
+        For those who measure how experts come. A profile that is saved counts from here on.
+        """
+        self._device().empty_slots()
 
     def profile(self, cells: int) -> WindowProfile:
         """Measure, kernel by kernel, the last step, which read one token and gave its logits.
@@ -438,6 +472,13 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _nothing_overlaps(device: str) -> ConfigError:
+    return ConfigError(
+        f"--no-overlap: the device {device} begins no kernel before another has ended",
+        hint="leave it out, or use a card: --device cuda",
+    )
 
 
 def _not_traced(path: str | os.PathLike[str], device: str) -> ConfigError:

@@ -24,7 +24,7 @@ from strata_nb.host_streams import HostStreams, Positions
 OUT_OF_MEMORY = 2
 INVALID_VALUE = 1
 INVALID_DEVICE = 101  # the code of both vendors
-SMALL_UNIT_BYTES = 64 << 10  # cuts a device of 64 MiB into about a thousand chunks
+SMALL_UNIT_BYTES = 64 << 10  # cuts a device of 16 MiB into 256 chunks
 GARBAGE = 0xFF  # what memory holds when it is handed over: NaN in every float format [14]
 
 

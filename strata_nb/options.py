@@ -119,6 +119,8 @@ class Options:
     kv_grow_step    cells that it grows by; None: an eighth of the context, 64 to 8,192
     deterministic   a row's bits depend on its own tokens alone: not on how a prompt is cut, on the
                     number of threads, or on which experts are resident. Host and cards always do so
+    overlap         whether a card begins a kernel while the one in front of it ends, if it can; the
+                    bits are the same
     adapt           how the experts in slots follow the text: "insert" (a miss comes when it is more
                     likely to be used than who leaves), "swap" (the most used exchange with the
                     least used at times), "off" (who came first stays)
@@ -128,6 +130,8 @@ class Options:
                     start, and written at the end. No profile is read for None, but of the story
                     model its own; "none" reads none of any model
     routing_trace   file that gets the experts of every token
+    force_routes    such a file: token t of a text uses the experts of line t, or of t modulo their
+                    number, with the shares that the router gives them. For those who measure
     trace           file that gets every driver operation and what the ledger did (docs/trace.md),
                     of a device with memory of its own
     """
@@ -147,6 +151,7 @@ class Options:
     kv_grow_init: int | None = None
     kv_grow_step: int | None = None
     deterministic: bool = False
+    overlap: bool = True
     adapt: str = "insert"
     adapt_every: int | None = None
     adapt_swaps: int | None = None
@@ -154,6 +159,7 @@ class Options:
     expert_profile: str | os.PathLike[str] | None = None
     expert_profile_save: str | os.PathLike[str] | None = None
     routing_trace: str | os.PathLike[str] | None = None
+    force_routes: str | os.PathLike[str] | None = None
     trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -191,6 +197,7 @@ class Options:
         for flag, value in (
             ("--deterministic", self.deterministic),
             ("--vram-elastic", self.vram_elastic),
+            ("--no-overlap", self.overlap),
         ):
             if not isinstance(value, bool):
                 raise _refuse(flag, value, "as True or False")
@@ -198,6 +205,7 @@ class Options:
         _check_path("--expert-profile", self.expert_profile)
         _check_path("--expert-profile-save", self.expert_profile_save)
         _check_path("--routing-trace", self.routing_trace)
+        _check_path("--force-routes", self.force_routes)
         _check_path("--trace", self.trace)
         _check_cache_type("--cache-type-k", self.cache_type_k)
         _check_cache_type("--cache-type-v", self.cache_type_v)

@@ -76,6 +76,8 @@ class ModelReport(NamedTuple):
     hits     choices of an expert that found it in a slot
     misses   choices that found it in host memory
     inserted, inserted_bytes   experts that were copied to slots since the start, and their bytes
+    missed_bytes    of the experts that misses read; where they differ in size, by their mean
+    link_bytes      that the device took from host memory for experts: by misses, and by copies
     """
 
     devices: tuple[DeviceReport, ...]
@@ -83,6 +85,8 @@ class ModelReport(NamedTuple):
     misses: int
     inserted: int
     inserted_bytes: int
+    missed_bytes: int
+    link_bytes: int
 
 
 class StepModel(Protocol):
@@ -235,7 +239,7 @@ class ReferenceSteps:
             raise
 
     def report(self) -> ModelReport:
-        return ModelReport((), 0, 0, 0, 0)
+        return ModelReport((), 0, 0, 0, 0, 0, 0)
 
     def close(self) -> None:
         with self._turn:

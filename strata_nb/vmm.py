@@ -30,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Granularity = Literal["minimum", "recommended"]
 
-TARGET_CHUNKS = 1000  # of a device: enough to move memory finely, few enough to move it quickly
+TARGET_CHUNKS = 300  # of a device: enough to move memory finely, few enough to move it quickly
 MAX_CHUNK_BYTES = 64 << 20
 
 
@@ -98,8 +98,8 @@ class Account:
 def choose_chunk_bytes(driver: MemoryDriver, device: int, ledger_bytes: int) -> int:
     """Return the one chunk size for `ledger_bytes` of memory on `device` [10].
 
-    It is the power of two that cuts the memory into the number of chunks nearest to 1,000 (707 to
-    1,414), but not over 64 MiB and not under the granularity that the device charges memory in.
+    It is the power of two that cuts the memory into the number of chunks nearest to 300 (212 to
+    424), but not over 64 MiB and not under the granularity that the device charges memory in.
     """
     if ledger_bytes <= 0:
         raise RuleViolation(10, f"a ledger of {ledger_bytes:,} bytes has no chunks")

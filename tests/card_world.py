@@ -7,6 +7,7 @@ for the tests of the kernels themselves.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,9 +29,10 @@ class AllMemory(gpu_simulator.Memory):
     def __init__(self) -> None:
         super().__init__([])
 
-    def check(self, address: int, size: int, use: str) -> None:
+    def check(self, address: int, size: int, use: str) -> tuple[Any, int]:
         if address % size:
             raise gpu_simulator.KernelFault(f"{size} bytes at {address:#x}: not aligned")
+        return (ctypes.c_char * size).from_address(address), 0
 
 
 class Entry(NamedTuple):

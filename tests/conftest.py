@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,38 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = config.option.markexpr.replace("not gpu", "").replace("not two_gpus", "")
     if "gpu" not in asked:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+# Python looks for cycles through all that is alive again and again, and Numba and the collected
+# tests leave millions of objects. What a file leaves is never looked at again.
+
+
+def pytest_collection_finish() -> None:
+    """Set aside what collecting has made."""
+    _set_aside()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
+    """Set aside what is left when the last test of a file is done."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        _set_aside()
+
+
+def _set_aside() -> None:
+    gc.collect()  # first what is to be freed, with its warnings
+    gc.freeze()
+
+
+@pytest.fixture
+def garbage_later() -> Iterator[None]:
+    """Look for cycles between tests only: of the time to compile it would take a fifth."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, which some of them press.

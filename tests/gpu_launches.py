@@ -129,7 +129,7 @@ def shaped_for_card(
 
 def check_code(kernel: str, variant: Any = None, **values: int) -> None:
     """Compile a kernel as far as PTX, which must not use double precision."""
-    for rows in (1, 8):
-        for found in shaped_for_card(kernel, variant, rows=rows, **values):
-            code = ptx_code(found.kernel, found.kinds)
-            assert ".f64" not in code, f"{found.kernel.name} computes in double precision"
+    made = [one for rows in (1, 8) for one in shaped_for_card(kernel, variant, rows=rows, **values)]
+    for name, one in {one.kernel.name: one for one in made}.items():
+        code = ptx_code(one.kernel, one.kinds)
+        assert ".f64" not in code, f"{name} computes in double precision"

@@ -20,7 +20,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from greenlet import getcurrent, greenlet
@@ -29,7 +29,17 @@ from strata_nb.kernels.gpu.binding import rebind
 from strata_nb.kernels.gpu.intrinsics import WARP, BytesOf, ConstantTable, Intrinsic
 
 _FORMATS = {"i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "i64": "q", "f32": "f"}
-_BITS = {"i32": 32, "i64": 64}
+# Of what an argument must be: its type, where it matters, and the least and the limit of integers.
+_EXPECTED: dict[str, tuple[type | None, int, int]] = {
+    "i32": (int, -(1 << 31), 1 << 31),
+    "i64": (int, -(1 << 63), 1 << 63),
+    "f32": (np.float32, 0, 0),
+    "f64": (None, 0, 0),
+}
+_IN_WORDS = {int: "an integer", np.float32: "a float32"}
+
+
+_NOWHERE = 0, 0, False, b""
 
 
 class KernelFault(AssertionError):
@@ -42,23 +52,33 @@ class Memory:
     def __init__(self, written: Sequence[Any], read: Sequence[Any] = ()) -> None:
         blocks = [(array.ctypes.data, array.nbytes, True) for array in written]
         blocks += [(array.ctypes.data, array.nbytes, False) for array in read]
-        self._blocks = sorted(blocks)
-        self._starts = [start for start, _, _ in self._blocks]
+        self._blocks = [
+            (start, length, writable, (ctypes.c_char * length).from_address(start))
+            for start, length, writable in sorted(blocks)
+        ]
+        self._starts = [start for start, *_ in self._blocks]
         self._kept = (*written, *read)
 
-    def check(self, address: int, size: int, use: str) -> None:
-        """Raise KernelFault unless memory may be used so: "load", "fetch" or "store"."""
+    def check(self, address: int, size: int, use: str) -> tuple[Any, int]:
+        """Return where an address lies: the bytes of an array, and its place in them.
+
+        KernelFault unless memory may be used so: "load", "fetch", "store" or
+        "prefetch".
+        """
         number = bisect_right(self._starts, address) - 1
-        start, length, writable = self._blocks[number] if number >= 0 else (0, 0, False)
+        start, length, writable, bytes_ = self._blocks[number] if number >= 0 else _NOWHERE
         if number < 0 or address + size > start + length:
             raise KernelFault(f"{size} bytes at {address:#x}: {address - start - length:,} behind")
         if use == "store" and not writable:
             raise KernelFault(f"a write to an array that is read only, at {address - start:,}")
         if use == "fetch" and writable:
             raise KernelFault(f"a fetch of an array that is written, at {address - start:,}")
+        return bytes_, address - start
 
 
-class _Lane(NamedTuple):
+class _Lane(greenlet):
+    """A thread of a block: its number, where its block is in the grid, and their shared memory."""
+
     thread: int
     block: tuple[int, int, int]
     grid: tuple[int, int, int]
@@ -74,30 +94,29 @@ def run(
     memory: Memory,
 ) -> None:
     """Run a kernel over a grid of blocks; a float argument is a float32."""
-    lanes: dict[greenlet, _Lane] = {}
-    bound = rebind(kernel, lambda intrinsic: _meaning(intrinsic, lanes, memory))
+    bound = rebind(kernel, lambda intrinsic: _meaning(intrinsic, memory))
     words = [np.float32(one) if isinstance(one, float) else one for one in arguments]
     with np.errstate(all="ignore"):
         for z in range(grid[2]):
             for y in range(grid[1]):
                 for x in range(grid[0]):
                     shared = bytearray(b"\xff" * shared_bytes)
-                    lanes.clear()
-                    made = [greenlet(bound) for _ in range(threads)]
-                    for thread, one in enumerate(made):
-                        one.gr_context = copy_context()  # in which the errstate holds
-                        lanes[one] = _Lane(thread, (x, y, z), grid, shared)
-                    _run_block(made, words, backwards=(x + y + z) % 2 == 1)
+                    lanes = [_Lane(bound) for _ in range(threads)]
+                    for thread, lane in enumerate(lanes):
+                        lane.gr_context = copy_context()  # in which the errstate holds
+                        lane.thread, lane.block, lane.grid = thread, (x, y, z), grid
+                        lane.shared = shared
+                    _run_block(lanes, words, backwards=(x + y + z) % 2 == 1)
 
 
-def _run_block(lanes: list[greenlet], words: Sequence[Any], *, backwards: bool) -> None:
+def _run_block(lanes: list[_Lane], words: Sequence[Any], *, backwards: bool) -> None:
     """Run the lanes of one block to their end, warp by warp between barriers.
 
     backwards   the last warp first
     """
     firsts = range(0, len(lanes), WARP)
-    answers: dict[greenlet, Any] = {}
-    started: set[greenlet] = set()
+    answers: dict[_Lane, Any] = {}
+    started: set[_Lane] = set()
     while True:
         waiting = 0
         for first in reversed(firsts) if backwards else firsts:
@@ -109,14 +128,14 @@ def _run_block(lanes: list[greenlet], words: Sequence[Any], *, backwards: bool) 
 
 
 def _run_warp(
-    warp: list[greenlet],
+    warp: list[_Lane],
     words: Sequence[Any],
-    answers: dict[greenlet, Any],
-    started: set[greenlet],
+    answers: dict[_Lane, Any],
+    started: set[_Lane],
 ) -> int:
     """Run a warp to the next barrier; return how many of its lanes wait there."""
     while True:
-        parked: dict[greenlet, tuple[str, Any, int]] = {}
+        parked: dict[_Lane, tuple[str, Any, int]] = {}
         for lane in warp:
             if lane.dead:
                 continue
@@ -188,22 +207,27 @@ _PRODUCTS = {
 }
 
 
-def _meaning(
-    intrinsic: Intrinsic, lanes: dict[greenlet, _Lane], memory: Memory
-) -> Callable[..., Any]:
+def _meaning(intrinsic: Intrinsic, memory: Memory) -> Callable[..., Any]:
     """Return what an intrinsic does in Python, with its types checked."""
     if isinstance(intrinsic, ConstantTable):
         does = _lookup(intrinsic)
     elif isinstance(intrinsic, BytesOf):
         does = _permutation(intrinsic)
     else:
-        does = _does(intrinsic.name, lanes, memory)
+        does = _does(intrinsic.name, memory)
+
+    expected = [_EXPECTED[kind] for kind in intrinsic.arguments]
+    count = len(expected)
 
     def call(*arguments: Any) -> Any:
-        if len(arguments) != len(intrinsic.arguments):
+        if len(arguments) != count:
             raise KernelFault(f"{intrinsic!r} with {len(arguments)} arguments")
-        for value, kind in zip(arguments, intrinsic.arguments, strict=True):
-            _check(intrinsic, value, kind)
+        for value, (kind, low, high) in zip(arguments, expected):  # noqa: B905 - counted above
+            if value.__class__ is not kind:
+                if kind is not None:
+                    raise KernelFault(f"{intrinsic!r} with {value!r}, not {_IN_WORDS[kind]}")
+            elif kind is int and not low <= value < high:
+                raise KernelFault(f"{intrinsic!r} with {value:,}: not in {low:,} to {high - 1:,}")
         return does(*arguments)
 
     return call
@@ -224,20 +248,6 @@ def _permutation(chosen: BytesOf) -> Callable[..., Any]:
         return int.from_bytes(bytes(given[n] for n in chosen.numbers), "little", signed=True)
 
     return permute
-
-
-def _check(intrinsic: Intrinsic, value: Any, kind: str) -> None:
-    if kind == "f64":
-        return
-    if kind == "f32":
-        if not isinstance(value, np.float32):
-            raise KernelFault(f"{intrinsic!r} with {value!r}, not a float32")
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise KernelFault(f"{intrinsic!r} with {value!r}, not an integer")
-    limit = 1 << _BITS[kind] - 1
-    if not -limit <= value < limit:
-        raise KernelFault(f"{intrinsic!r} with {value:,}, which {kind} does not hold")
 
 
 def _signed(value: int, bits: int) -> int:
@@ -317,19 +327,16 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 }
 
 
-def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[..., Any]:
+def _does(name: str, memory: Memory) -> Callable[..., Any]:
     if name in _PLAIN:
         return _PLAIN[name]
 
-    def own() -> _Lane:
-        return lanes[getcurrent()]
-
     places: dict[str, Callable[[], int]] = {
-        "thread_index": lambda: own().thread,
-        "block_x": lambda: own().block[0],
-        "block_y": lambda: own().block[1],
-        "block_z": lambda: own().block[2],
-        "blocks_z": lambda: own().grid[2],
+        "thread_index": lambda: getcurrent().thread,
+        "block_x": lambda: getcurrent().block[0],
+        "block_y": lambda: getcurrent().block[1],
+        "block_z": lambda: getcurrent().block[2],
+        "blocks_z": lambda: getcurrent().grid[2],
     }
     if name in places:
         return places[name]
@@ -341,21 +348,35 @@ def _does(name: str, lanes: dict[greenlet, _Lane], memory: Memory) -> Callable[.
             if address % 16 or size % 16 or size <= 0:
                 raise KernelFault(f"a prefetch of {size} bytes at {address:#x}: not in sixteens")
             for place in (address, address + size - 16):
-                memory.check(place, 16, "load")  # old bytes do no harm: nothing reads them
+                memory.check(place, 16, "prefetch")  # old bytes do no harm: nothing reads them
 
         return prefetch
+    if name == "arrive":
+        load, store = (_access(f"{word}_i32", memory) for word in ("load", "store"))
+
+        def arrive(place: int, last: int) -> int:
+            found: int = load(place)
+            if not 0 <= found <= last:
+                raise KernelFault(f"{found} of {last} others arrived: the word was not 0")
+            store(place, 0 if found == last else found + 1)
+            return found
+
+        return arrive
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
     if name in _PRODUCTS:
         return lambda *words: getcurrent().parent.switch((name, words, 0))
     if name.startswith("shuffle_xor_"):
-        return lambda value, mask: getcurrent().parent.switch(
-            (name, value, own().thread % WARP ^ mask)
-        )
-    return _access(name, own, memory)
+
+        def shuffle(value: Any, mask: int) -> Any:
+            lane = getcurrent()
+            return lane.parent.switch((name, value, lane.thread % WARP ^ mask))
+
+        return shuffle
+    return _access(name, memory)
 
 
-def _access(name: str, own: Callable[[], _Lane], memory: Memory) -> Callable[..., Any]:
+def _access(name: str, memory: Memory) -> Callable[..., Any]:
     """Return a load, a store or an addition, of shared memory or by address."""
     words = name.split("_")
     shared = words[0] == "shared"
@@ -365,21 +386,21 @@ def _access(name: str, own: Callable[[], _Lane], memory: Memory) -> Callable[...
     layout = struct.Struct("<" + _FORMATS[element] * number)
     size = layout.size
 
-    def bytes_at(place: int) -> Any:
+    def bytes_at(place: int) -> tuple[Any, int]:
         if not shared:
-            memory.check(place, size, kind)
             if place % size:
                 raise KernelFault(f"{size} bytes at {place:#x}: not aligned")
-            return (ctypes.c_char * size).from_address(place), 0
-        block = own().shared
+            return memory.check(place, size, kind)
+        block = getcurrent().shared
         if not 0 <= place <= len(block) - size or place % size:
             raise KernelFault(f"{name} at {place} of {len(block)} shared bytes")
         return block, place
 
     def load(place: int) -> Any:
         found = layout.unpack_from(*bytes_at(place))
-        values = tuple(np.float32(one) if element == "f32" else one for one in found)
-        return values[0] if number == 1 else values
+        if element == "f32":
+            found = tuple(map(np.float32, found))
+        return found[0] if number == 1 else found
 
     def store(place: int, *values: Any) -> None:
         target, offset = bytes_at(place)

@@ -48,6 +48,13 @@ def normal(*shape: int, seed: int = 0) -> Floats:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def forced_case(experts: int, top_k: int) -> tuple[Floats, NDArray[np.int16], list[int]]:
+    """Return logits of three rows, lines of experts to choose, and which line each row takes."""
+    rng = np.random.default_rng(experts)
+    lines = rng.permuted(np.tile(np.arange(experts, dtype=np.int16), (4, 1)), axis=1)
+    return normal(3, experts, seed=experts) * 3, lines[:, :top_k].copy(), [2, 0, 3]
+
+
 def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
     return a.shape == b.shape and a.tobytes() == b.tobytes()
 

@@ -24,6 +24,7 @@ MAY_BE_ZERO = {
     ("rms_norm", "packed"),
     ("linear", "bias"),
     ("attention", "work"),
+    ("router_top_k", "forced"),
     ("silu_mul", "out"),
     ("silu_mul", "packed"),
     ("expert_gate_up", "packed"),
@@ -86,6 +87,8 @@ EXTENTS: dict[str, Sizes] = {
     },
     "router_top_k": lambda a, rows, _: {
         "logits": 4 * rows * a["experts"],
+        "positions": 8 * rows,
+        "forced": 2 * CONTEXT * a["top_k"],
         "chosen": 8 * rows * a["top_k"],
         "shares": 4 * rows * a["top_k"],
     },

@@ -96,9 +96,11 @@ def stored(x: Floats, cache_type: str) -> list[NDArray[Any]]:
     return [x.astype(CACHE_TYPES[cache_type].dtype)]
 
 
-def router_top_k(logits: Floats, top_k: int, *, renormalise: bool) -> tuple[Integers, Floats]:
+def router_top_k(
+    logits: Floats, top_k: int, *, renormalise: bool, forced: Integers | None = None
+) -> tuple[Integers, Floats]:
     """Return the choices in ascending order of expert, and their shares."""
-    chosen, shares = reference.router_top_k(logits, top_k, renormalise=renormalise)
+    chosen, shares = reference.router_top_k(logits, top_k, renormalise=renormalise, forced=forced)
     order = np.argsort(chosen, axis=1)
     return np.take_along_axis(chosen, order, axis=1), np.take_along_axis(shares, order, axis=1)
 

@@ -221,7 +221,11 @@ def _silu_mul(a: _Arguments) -> None:
 def _router_top_k(a: _Arguments) -> None:
     shape, top_k = (a.rows, a["top_k"]), a["top_k"]
     logits = a.floats("logits", a.rows, a["experts"])
-    chosen, shares = a.function(logits, top_k, renormalise=bool(a["renormalise"]))
+    forced = None
+    if a["forced"]:
+        positions = a.integers("positions", a.rows)
+        forced = a.array("forced", np.int16, positions.max() + 1, top_k)[positions]
+    chosen, shares = a.function(logits, top_k, renormalise=bool(a["renormalise"]), forced=forced)
     a.integers("chosen", *shape)[:], a.floats("shares", *shape)[:] = chosen, shares
 
 

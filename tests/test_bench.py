@@ -91,7 +91,7 @@ def test_each_test_runs_once_more_than_it_counts_from_the_same_place(
 def test_prompts_are_random_and_the_same_for_a_seed(
     run: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "_plain_read", lambda engine: "not asked for")
+    monkeypatch.setattr(bench, "_measured", lambda *_: "not asked for")
     words = ["--device=host", "-p", "70", "-n", "0", "-r", "1"]
     found = []
     for seed in ("0", "0", "1"):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from card_world import Simulated, failing_card
 from console import Console
-from cuda_table_of_host import Launch
+from cuda_table_of_host import FailingTable, HostTable, Launch
 from device_world import TINY, make_tiny
 
 from strata_nb import backend, card_backend
@@ -51,18 +51,18 @@ def runner(_: Simulated, kernel: GpuKernel, kinds: Sequence[str]) -> Callable[[L
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingTable]:
     """Let `--device cuda` be a card that has memory, streams and graphs, and does not compute."""
     monkeypatch.setattr(Simulated, "_runner", runner)
     monkeypatch.setattr(bench_report, "device_name", lambda device: f"{device}: a card")
     monkeypatch.setattr(card_backend, "REPLAYS", 3)
-    with failing_card(budget_bytes=GIB) as (open_card, _):
+    with failing_card(budget_bytes=GIB) as (open_card, table):
 
         def opened(text: str, threads: int, record: Any) -> CardBackend:
             return open_card()
 
         monkeypatch.setattr(backend, "open_card", opened)
-        yield
+        yield table
 
 
 @pytest.fixture
@@ -120,3 +120,16 @@ def test_a_table_of_a_window_follows_that_of_the_tests(run: Console, tiny: str) 
     assert lines.startswith("plain read: ")
     assert title.startswith("tg2: where the time of a token goes")
     assert window.splitlines()[-1].startswith("| the whole graph ")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_kernel_overlaps_another_where_that_is_asked_for(
+    card: FailingTable, run: Console, tiny: str, overlap: bool
+) -> None:
+    words = ["-m", tiny, "--device=cuda", "-p0", "-n2", "-r1"]
+    status, out, err = run("bench", *words, *([] if overlap else ["--no-overlap"]))
+    assert status == 0, err
+    assert isinstance(card._table, HostTable)
+    assert bool(card._table.overlapping) is overlap
+    assert ("kernels that overlap (--no-overlap)" in err) is not overlap
+    assert "tg2" in out

@@ -206,12 +206,12 @@ def test_a_plan_never_takes_more_than_there_is(
     assert wanted in (None, slots_at_start(plan))
 
 
-def test_a_host_device_of_64_mib_is_planned_in_chunks_of_64_kib() -> None:
+def test_a_host_device_of_64_mib_is_planned_in_chunks_of_256_kib() -> None:
     driver = HostDriver(parse_host_devices("host:1x64MiB"))
     layout = SlotLayout((100_000,) * 8, 128)
     asked = needs(slots=layout, slots_wanted=slot_budget((25.0, "%"), layout))
     plan = plan_device(driver, 0, asked)
-    assert plan.chunk_bytes == 64 << 10
+    assert plan.chunk_bytes == 256 << 10
     assert slots_at_start(plan) == 256
     everything = plan_device(driver, 0, needs(slots=layout))
     assert everything.capacity * everything.chunk_bytes <= 64 * MIB - 15 * UNIT
@@ -292,7 +292,7 @@ def test_slots_are_used_up_to_the_number_that_was_asked_for() -> None:
     world.end()
 
 
-def test_a_device_of_64_mib_serves_experts_and_kv_in_chunks_of_64_kib() -> None:
+def test_a_device_of_64_mib_serves_experts_and_kv_in_chunks_of_128_kib() -> None:
     driver = HostDriver(parse_host_devices("host:1x64MiB"))
     blobs = (100_000, 150_000) * 8
     layout = SlotLayout(blobs, 32)
@@ -308,7 +308,7 @@ def test_a_device_of_64_mib_serves_experts_and_kv_in_chunks_of_64_kib() -> None:
         slots=layout,
     )
     plan = plan_device(driver, 0, asked)
-    assert plan.chunk_bytes == 64 << 10
+    assert plan.chunk_bytes == 128 << 10
     stream = driver.stream_create(0)
     kv = KVCache(KV, context=8192, sequences=2, driver=driver, stream=stream)
     experts = ExpertArena(layout, host, max_slots=plan.most_slots, driver=driver, stream=stream)
@@ -317,7 +317,7 @@ def test_a_device_of_64_mib_serves_experts_and_kv_in_chunks_of_64_kib() -> None:
     driver.allocate(8 * MIB, 0)  # the dense weights that were planned for
     assert driver.mem_info(0)[0] >= 4 * MIB
     assert experts.fill(np.ndindex(16, 32)) == slots_at_start(plan) > 16 * 20
-    ledger.carry_out(Holdings(plan.start.experts - 20, plan.start.kv + 20))
+    ledger.carry_out(Holdings(plan.start.experts - 10, plan.start.kv + 10))
     sequence = kv.open_sequence()
     kv.extend(sequence, 5000)
     ledger.check_integrity()

@@ -10,11 +10,13 @@ from contextlib import ExitStack
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import card_batches
 import card_graphs
 import card_matrices
 import card_memory
+import card_misses
 import card_tokens
 import card_windows
 import numpy as np
@@ -218,6 +220,8 @@ def test_growth_and_giving_are_measured(run: Programs, small: str) -> None:
     found = run(card_memory, small, "--device=host:1x64MiB", *words)
     assert found["same_tokens"]
     assert found["grown"]["growths"][0] > 0 == found["whole"]["growths"][0]
+    assert found["grown"]["beside_ms"]["n"] == 1
+    assert found["grown"]["beside_ms"]["median"] > found["whole"]["beside_ms"]["median"] == 0
     memory = found["memory"]
     assert memory["same_tokens"]
     assert memory["all_came_back"]
@@ -228,6 +232,62 @@ def test_growth_and_giving_are_measured(run: Programs, small: str) -> None:
     assert memory["parts_ms"]["give"]["unmap"] > 0
     assert memory["parts_ms"]["take"]["begin_fill"] > 0
     assert memory["parts_ms"]["take"]["rest"] > 0
+
+
+MISSES = ("--device=host:1x64MiB", "--cold=6", "--after=10", "--tokens=8", "--runs=2")
+
+
+def test_misses_are_measured_beside_the_limit_of_the_link(
+    run: Programs, small: str, tmp_path: Path
+) -> None:
+    drawn = tmp_path / "misses.svg"
+    words = ("--budgets=100,50", "--uniform=25", "--hits=0,50,100", f"--picture={drawn}")
+    found = run(card_misses, small, *MISSES, *words)
+    assert found["same_tokens"]
+    rows = {(one["routes"], one["percent"], one["phase"]): one for one in found["rows"]}
+    assert list(rows) == [
+        ("like text", 100, "resident"),
+        ("like text", 50, "cold"),
+        ("like text", 50, "steady"),
+        ("uniform", 25, "cold"),
+        ("uniform", 25, "steady"),
+        ("uniform", 0, "hits"),
+        ("uniform", 50, "hits"),
+        ("uniform", 100, "hits"),
+    ]
+    assert rows["like text", 100, "resident"]["hit_rate"] == 1
+    by_hits = [rows["uniform", percent, "hits"] for percent in (0, 50, 100)]
+    assert [by_hits[0]["hit_rate"], by_hits[2]["hit_rate"]] == [0, 1]
+    assert by_hits[1]["hit_rate"] == pytest.approx(0.5, abs=0.2)
+    assert by_hits[1]["link_bytes_per_token"] == by_hits[1]["missed_bytes_per_token"]
+    nothing = by_hits[0]["missed_bytes_per_token"]
+    assert nothing == pytest.approx(found["experts_bytes_per_token"], rel=1e-3)
+    cold = rows["like text", 50, "cold"]
+    assert cold["link_bytes_per_token"] > cold["missed_bytes_per_token"] > 0
+    limit_s = found["resident_us"] / 1e6 + nothing / found["link_gb_per_s"] / 1e9
+    assert by_hits[0]["limit"] == pytest.approx(1 / limit_s)
+    assert by_hits[0]["share_of_limit"] == pytest.approx(
+        by_hits[0]["tok_per_s"]["median"] * limit_s
+    )
+    dots = [one for one in ElementTree.parse(drawn).iter() if one.tag.endswith("circle")]
+    assert len(dots) == len(rows) - 1 + 3  # the legend has three
+
+
+def test_texts_that_differ_between_budgets_end_the_program(
+    run: Programs, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = card_misses._write
+
+    def spoiled(engine: Engine, session: Any, tokens: int, ids: list[int]) -> Any:
+        part = write(engine, session, tokens, ids)
+        if engine.describe().slots < SHAPE.layers * SHAPE.experts:
+            ids[-1] += 1
+        return part
+
+    monkeypatch.setattr(card_misses, "_write", spoiled)
+    words = ("--budgets=100,50", "--uniform=", "--hits=", f"--picture={tmp_path / 'no.svg'}")
+    with pytest.raises(SystemExit, match="the tokens differ"):
+        run(card_misses, small, *MISSES, *words)
 
 
 @pytest.mark.parametrize("program", [card_windows, card_tokens])

@@ -53,9 +53,9 @@ def judge(
         architecture = import_module(f"strata_nb.models.{models.describe(file).architecture}")
         choose = getattr(architecture, "router_top_k", None)
 
-        def recorded(logits: Floats, k: int, *, renormalise: bool) -> Any:
+        def recorded(logits: Floats, k: int, **kwargs: Any) -> Any:
             routers.append(logits)
-            return choose(logits, k, renormalise=renormalise)
+            return choose(logits, k, **kwargs)
 
         monkeypatch.setattr(architecture, "router_top_k", recorded, raising=False)
         return float32_logits(file, ids), routers

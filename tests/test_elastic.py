@@ -17,6 +17,7 @@ from device_world import SHAPE, opened, random_tokens, read, same_bits
 
 from strata_nb import Engine, Options, Sampling
 from strata_nb.cache.elastic import ElasticKV, GrowthRules
+from strata_nb.cache.experts import Tier
 from strata_nb.device_model import DeviceModel
 from strata_nb.errors import ConfigError, DeviceLost, DriverError, OutOfDeviceMemory
 from strata_nb.kernels.reference import Floats
@@ -29,10 +30,16 @@ CONTEXT = 1024
 
 
 class Grown:
-    """A ledger of 34 chunks whose K/V begins with two blocks of at most eight."""
+    """A ledger whose K/V begins with two blocks of at most eight."""
 
-    def __init__(self, *, step: int = 64, blobs: tuple[int, ...] = (5000, 9000, 5000)) -> None:
-        self.world = World(chunks=34, kv_cells=128, kv_most_cells=512, blobs=blobs)
+    def __init__(
+        self,
+        *,
+        chunks: int = 34,
+        step: int = 64,
+        blobs: tuple[int, ...] = (5000, 9000, 5000),
+    ) -> None:
+        self.world = World(chunks=chunks, kv_cells=128, kv_most_cells=512, blobs=blobs)
         self.ledger = self.world.open()
         self.said: list[str] = []
         rules = GrowthRules(init_cells=128, step_cells=step)
@@ -118,8 +125,8 @@ def test_growth_ahead_that_finds_nothing_is_no_error_until_it_is_needed(grown: G
 
 def test_a_refusal_has_its_numbers_whoever_refused() -> None:
     grown = Grown(blobs=())
-    grown.write(64)
     grown.world.driver.faults.plan("create", forever=True)
+    grown.write(64)
     with pytest.raises(OutOfDeviceMemory, match="no memory to grow, cells 192, there are 128"):
         grown.elastic.before_step({grown.sequence: 65})
     grown.world.end()
@@ -248,6 +255,89 @@ def test_chunks_are_prepared_so_that_growth_creates_none() -> None:
     grown.elastic.reconsider()
     grown.elastic.when_idle()  # finds nothing, which is no error
     grown.world.end()
+
+
+def test_chunks_are_prepared_for_the_next_growth_and_no_more() -> None:
+    grown = Grown(blobs=(), step=128)
+    ledger = grown.ledger
+    grown.elastic.reconsider()
+    grown.elastic.when_idle()
+    prepared = ledger.holdings()
+    assert prepared.spare == ledger.plan.chunks_for_blocks(4) - prepared.kv > 0
+    grown.elastic.before_step({grown.sequence: 65})
+    assert grown.blocks == 4
+    assert ledger.holdings().spare == 0
+    grown.world.end()
+
+
+def test_it_grows_in_idle_moments_where_nobody_has_to_give_for_it() -> None:
+    grown = Grown(chunks=90)
+    slots = grown.ledger.experts.usable_slots
+    grown.write(64)
+    assert grown.blocks == 3  # a block is free, and nobody needs another yet
+    calls = grown.world.driver.faults.calls
+    calls.clear()
+    for _ in range(64):
+        grown.write(1)
+    assert grown.blocks == 4
+    assert calls["mem_info"] == 3  # to prepare, grow and prepare: nothing is asked at each token
+    assert calls["unmap"] == 0
+    assert grown.ledger.experts.usable_slots == slots
+    grown.world.end()
+
+
+def test_a_growth_in_an_idle_moment_that_fails_is_tried_again_when_it_is_needed() -> None:
+    grown = Grown(chunks=90)
+    grown.world.driver.faults.plan("map", forever=True)
+    grown.write(64)
+    (line,) = grown.said
+    assert line.startswith("the K/V could not grow ahead: map")
+    tried = grown.world.driver.faults.calls["map"]
+    for _ in range(10):
+        grown.elastic.when_idle()
+    assert grown.world.driver.faults.calls["map"] == tried
+    grown.world.driver.faults.lift()
+    assert grown.blocks == 2
+    grown.write(1)
+    assert grown.blocks >= 3
+    grown.world.end()
+
+
+@pytest.mark.parametrize(("most_given", "blocks"), [(1 << 20, 6), (0, 3), (60_000, 4)])
+def test_experts_give_little_at_a_time_while_somebody_waits_for_a_window(
+    most_given: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strata_nb.cache.elastic.MOST_GIVEN_BYTES", most_given)
+    grown = Grown(chunks=54, step=384, blobs=(5000, 9000, *[5000] * 5))
+    grown.world.driver.faults.plan("create", forever=True)
+    grown.write(64)
+    grown.write(1)
+    assert grown.blocks == blocks
+    grown.ledger.kv.close_sequence(grown.sequence)
+    sequence = grown.ledger.kv.open_sequence()
+    grown.elastic.before_prompt({sequence: 100})
+    assert grown.blocks == 6
+    grown.world.end()
+
+
+def test_what_experts_are_worth_is_foreseen_for_the_next_step_only(grown: Grown) -> None:
+    worth = np.arange(12.0).reshape(3, 4)
+    grown.ledger.heat = lambda: -worth
+    arena = grown.ledger.experts
+    grown.write(64)
+    grown.elastic.foresee(worth)
+    grown.elastic.when_idle()
+    grown.write(1)
+    gone = arena.expert_tier == Tier.IN_PLACE
+    assert gone[[0, 2]].ravel().tolist() == [True] * int(gone[[0, 2]].sum()) + [False] * int(
+        (~gone[[0, 2]]).sum()
+    )
+    grown.elastic.foresee(worth)
+    grown.elastic.when_idle()
+    grown.elastic.when_idle()
+    grown.write(64)
+    assert gone.sum() < np.count_nonzero(arena.expert_tier == Tier.IN_PLACE)
+    assert arena.expert_tier[2, 3] == Tier.IN_PLACE  # the coldest now
 
 
 def test_a_lost_device_is_an_error_wherever_it_is_lost(grown: Grown) -> None:

@@ -119,6 +119,21 @@ def test_experts_are_brought_in_in_the_order_given_while_their_size_has_slots(
     assert tables[1] is arena.expert_tier
 
 
+def test_who_was_used_or_ranked_comes_first_and_then_everybody_else(world: World) -> None:
+    arena = arena_of(world)
+    arena.use[2, 3], arena.use[0, 1] = 5, 9
+    arena.prior[1, 2] = 0.5
+    known = [(0, 1), (2, 3), (1, 2)]
+    assert arena.hottest(arena.heat()) == known + [who for who in ALL if who not in known]
+    heat = np.zeros(arena.use.shape)  # a policy's
+    heat[1, 2], heat[0, 0] = 1.0, 2.0
+    assert arena.hottest(heat)[:4] == [(1, 2), (0, 1), (2, 3), (0, 0)]
+    arena.fill(known)
+    assert arena.hottest(heat) == [who for who in ALL if who not in known]
+    assert arena.fill(arena.hottest(heat)) == 4  # a slot that is free is of no use
+    assert arena.resident == 7
+
+
 def test_slots_are_real_and_nobody_reads_the_host_for_what_is_in_one(world: World) -> None:
     arena = arena_of(world)
     arena.fill(ALL)
@@ -275,17 +290,18 @@ class InterruptedTable(SharedTable):
         super().__setitem__(place, value)
 
 
-@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("name", ["addresses", "tiers"])
 def test_a_filling_that_is_interrupted_while_it_names_experts_names_none(
-    world: World, nth: int
+    world: World, name: str
 ) -> None:
     arena = arena_of(world)
-    table = arena.addresses
-    arena.addresses = InterruptedTable(table.receive())
-    arena.addresses.left = nth
+    table = getattr(arena, name)
+    interrupted = InterruptedTable(table.receive())
+    interrupted.left = 1
+    setattr(arena, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         arena.fill([(0, 1), (1, 1), (2, 2)])
-    arena.addresses = table
+    setattr(arena, name, table)
     assert arena.resident == 0
     world.check()
     assert arena.fill(ALL) == 7

@@ -16,13 +16,17 @@ from gpu_launches import OF_CARDS, shaped, shaped_for_card
 
 from strata_nb.formats import CACHE_TYPES, TensorType
 from strata_nb.kernels.gpu.batches import BATCH_KERNELS
+from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.compile import llvm_code
 from strata_nb.kernels.gpu.intrinsics import SHARED_NAME
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
+from strata_nb.kernels.gpu.router import with_routers
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
+
+pytestmark = pytest.mark.usefixtures("garbage_later")
 
 T = TensorType
 Case = tuple[str, Any]  # a kernel of the table, a variant
@@ -107,13 +111,16 @@ def lower(name: str, variant: Any) -> None:
     else:
         names = [one.name for one in KERNELS[name].arguments]
     sizes = {one: SIZES[one] for one in names if one in SIZES}
-    for rows in (1, 8):
-        for one in shaped_for_card(name, variant, rows=rows, **sizes):
-            lower_kernel(one.kernel, one.kinds)
+    made = [one for rows in (1, 8) for one in shaped_for_card(name, variant, rows=rows, **sizes)]
+    if (name, variant) == ("linear", T.Q4_K):  # and the norm of the row that it finishes
+        norm = shaped("rms_norm", parts=1, width=SIZES["width"])
+        one = shaped(name, variant, values=SIZES["values"], outputs=SIZES["width"], add=1)
+        made += card_launches((one, norm), 1)
     if name == "kv_append":  # which a card launches together with what is before it
         rotation = {one: SIZES[one] for one in ("heads", "length", "planes")}
-        for one in card_launches((shaped("rope", **rotation), shaped(name, variant, **sizes)), 1):
-            lower_kernel(one.kernel, one.kinds)
+        made += card_launches((shaped("rope", **rotation), shaped(name, variant, **sizes)), 1)
+    for one in {one.kernel.name: one for one in made}.values():
+        lower_kernel(one.kernel, one.kinds)
 
 
 def lower_kernel(found: GpuKernel, kinds: Sequence[str]) -> None:
@@ -138,6 +145,16 @@ def lower_kernel(found: GpuKernel, kinds: Sequence[str]) -> None:
 @pytest.mark.parametrize("case", few(), ids=label)
 def test_a_kernel_becomes_code_of_other_cards(case: Case) -> None:
     lower(*case)
+
+
+@pytest.mark.slow
+def test_a_router_becomes_code_of_other_cards() -> None:
+    norm = shaped("rms_norm", parts=1, width=2048)
+    linear = shaped("linear", T.F32, values=2048, outputs=128)
+    route = shaped_for_card("route", experts=128, top_k=8)
+    (one,) = with_routers([norm, linear, *route])
+    assert isinstance(one, CardLaunch)
+    lower_kernel(one.kernel, one.kinds)
 
 
 @pytest.mark.slow

@@ -145,6 +145,7 @@ def layer(
     arrays = {name: aligned(array) for name, array in arrays.items()}
     words: dict[str, int] = {name: array.ctypes.data for name, array in arrays.items()}
     words |= {"experts": number, "top_k": top_k, "renormalise": 1, "row_bytes": packed.strides[0]}
+    words |= {"positions": 0, "forced": 0}
     offsets = dict(zip(("gate_offset", "up_offset", "down_offset"), experts.offsets, strict=True))
     words |= offsets
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import cache
 from itertools import product
-from multiprocessing import get_context
 
 import pytest
 from gpu_launches import shaped, shaped_for_card
@@ -17,19 +15,25 @@ from strata_nb.formats import CACHE_TYPES
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels.gpu import compile as gpu_compile
 from strata_nb.kernels.gpu.batches import BATCH_KERNELS
+from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS
+from strata_nb.kernels.gpu.last_norm import with_last_norms
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
+from strata_nb.kernels.gpu.router import with_routers
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
+
+pytestmark = pytest.mark.usefixtures("garbage_later")
 
 TARGETS = ("sm_75", "sm_90", "sm_120")
 OTHER_TARGETS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_100", "sm_103", "sm_121")
 KINDS = sorted(PACKED | UNPACKED)
 LENGTHS = (128, 64, 80, 256)  # of heads, the usual one first
-WIDTHS = (64, 1024, 8192)  # of rows: norms have more threads for wider ones
+WIDTHS = (64, 1024, 2048, 8192)  # of rows: norms have more threads for wider ones
+WIDTHS_OF_ONE_ROW = (2048, 512, 4096)  # of rows that blocks of products norm, the usual one first
 LENGTHS_OF_PRODUCTS = (
     2048,
     256,
@@ -56,9 +60,45 @@ TOGETHER = [
     for values in (512, 2048, 8192)
 ]
 
+
+def _normed(kinds: Sequence[T], widths: Sequence[int]) -> Iterator[CardLaunch]:
+    """Yield products that finish a row together with its norm, as a card launches them."""
+    for kind, width in product(kinds, widths):
+        norm = shaped("rms_norm", parts=1, width=width)
+        for values in LENGTHS_OF_PRODUCTS:
+            one = shaped("linear", kind, values=values, outputs=width, add=1)
+            yield from card_launches((one, norm), 1)
+        down = shaped_for_card("expert_down", kind, values=768, outputs=width, top_k=8)
+        for made in with_last_norms([*down, norm]):
+            assert isinstance(made, CardLaunch)
+            yield made
+
+
+def _routers(kinds: Sequence[T], widths: Sequence[int]) -> Iterator[CardLaunch]:
+    """Yield what leads to the choice of a row's experts, as a card launches it."""
+    for kind, width, experts in product(kinds, widths, (128, 60)[: len(widths)]):
+        norm = shaped("rms_norm", parts=1, width=width)
+        one = shaped("linear", kind, values=width, outputs=experts)
+        route = shaped_for_card("route", experts=experts, top_k=8)
+        for made in with_routers([norm, one, *route]):
+            assert isinstance(made, CardLaunch)
+            yield made
+
+
+def _ready(lengths: Sequence[int]) -> Iterator[CardLaunch]:
+    """Yield attention that makes its row ready, as a card launches it."""
+    for length, group in product(lengths, GROUPS):
+        sizes = {"key_length": length, "value_length": length}
+        store = shaped("kv_append", ("f16", "f16"), heads=1, **sizes)
+        attention = shaped("attention", ("f16", "f16"), heads=group, kv_heads=1, **sizes)
+        rope = shaped("rope", length=length, heads=group)
+        yield from card_launches((rope, store, attention), 1)
+
+
 Kernels = dict[str, tuple[GpuKernel, Sequence[str]]]
 
 
+@cache
 def every_kernel(*, lengths: bool = False) -> Kernels:
     """Return kernels by name, with the kinds of their arguments: of each kernel that a card has
     every type of weights, every pair of types of the K/V, every number of heads and of experts.
@@ -76,9 +116,13 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
                 rope = shaped("rope", length=values["key_length"])
                 for made in card_launches((rope, shaped(name, variant, **values)), 1):
                     found[made.kernel.name] = made.kernel, made.kinds
-    for program in TOGETHER:
-        for made in card_launches(program, 1):
-            found[made.kernel.name] = made.kernel, made.kinds
+    together = (made for program in TOGETHER for made in card_launches(program, 1))
+    widths = WIDTHS_OF_ONE_ROW if lengths else WIDTHS_OF_ONE_ROW[:1]
+    normed = _normed(sorted(PACKED) if lengths else OF_ALL_LENGTHS, widths)
+    routers = _routers(sorted(UNPACKED) if lengths else [T.F32], widths)
+    ready = _ready((128, 64) if lengths else (128,))
+    for made in (*together, *normed, *routers, *ready):
+        found[made.kernel.name] = made.kernel, made.kinds
     return found
 
 
@@ -139,22 +183,15 @@ def faults(name: str, targets: Sequence[str]) -> list[str]:
     return found
 
 
-def all_faults(names: Sequence[str], targets: Sequence[str]) -> list[str]:
-    """Compile kernels in as many processes as there are processors."""
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        found = pool.map(partial(faults, targets=targets), names, chunksize=4)
-        return [fault for some in found for fault in some]
-
-
 def test_every_kernel_of_a_card_is_among_them() -> None:
     names = every_kernel()
+    assert len(names) > 100
     assert [name for name in NAMES if not any(key.startswith(name) for key in names)] == []
 
 
-def test_every_kernel_fits_its_registers_on_old_and_new_targets() -> None:
-    names = sorted(every_kernel())
-    assert len(names) > 100
-    assert all_faults(names, TARGETS) == []
+@pytest.mark.parametrize("name", sorted(every_kernel()))
+def test_a_kernel_fits_its_registers_on_old_and_new_targets(name: str) -> None:
+    assert faults(name, TARGETS) == []
 
 
 def test_a_kernel_that_takes_too_many_registers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +213,6 @@ def test_a_kernel_that_writes_before_it_waits_is_found(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_every_kernel_fits_its_registers_on_the_other_targets_and_for_every_length() -> None:
-    names = sorted(every_kernel(lengths=True))
-    assert all_faults(names, (*TARGETS, *OTHER_TARGETS)) == []
+@pytest.mark.parametrize("name", sorted(every_kernel(lengths=True)))
+def test_a_kernel_of_any_length_fits_its_registers_on_every_target(name: str) -> None:
+    assert faults(name, (*TARGETS, *OTHER_TARGETS)) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gpu_launches
 import numpy as np
 import pytest
-from gpu_launches import aligned, check_code
+from gpu_launches import aligned
 from host_launches import UNTOUCHED, Matrix, same_bits
 
 from strata_nb.formats import TensorType, block_layout, dequantise
@@ -88,8 +88,3 @@ def test_numbers_at_the_ends_of_a_float_stay_what_they_are(
     data = np.array([row], dtype)
     matrix = Matrix(kind, data.view(np.uint8).reshape(-1), data.astype(np.float32))
     assert same_bits(embedded(gpu, matrix, (0,)), matrix.weight)
-
-
-@pytest.mark.parametrize("kind", [T.Q2_K, T.IQ4_XS, T.F16], ids=lambda kind: kind.name)
-def test_rows_are_read_in_single_precision(kind: TensorType) -> None:
-    check_code("embed", kind)

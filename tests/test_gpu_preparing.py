@@ -15,6 +15,9 @@ from kv_store import Store, random_heads
 from numpy.typing import NDArray
 
 from strata_nb.formats import CACHE_TYPES
+from strata_nb.kernels.gpu import attention_halves
+from strata_nb.kernels.gpu.attention_launches import with_runs
+from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.launches import card_launch, card_launches
 from strata_nb.kernels.program import Launch, launch
 from strata_nb.kernels.quantised_rows import row_bytes
@@ -36,10 +39,16 @@ class Layer:
 
     @classmethod
     def make(
-        cls, kinds: tuple[str, str], lengths: tuple[int, int], planes: int, halves: int
+        cls,
+        kinds: tuple[str, str],
+        lengths: tuple[int, int],
+        planes: int,
+        halves: int,
+        *,
+        cells: int = 70,
     ) -> Layer:
-        kv = Store(kinds, KV_HEADS, lengths, sequences=2)
-        kv.fill(0, 70)
+        kv = Store(kinds, KV_HEADS, lengths, sequences=2, cells=max(128, cells + 1))
+        kv.fill(0, cells)
         kv.fill(1, 70, seed=1)
         rng = np.random.default_rng(3)
         floats = work_floats(kv.table.shape[1], lengths[1])
@@ -47,7 +56,7 @@ class Layer:
             "rows": np.array([ROWS]),
             "sequences": np.array([1, 0, 1 << 40]),
             "positions": np.array([70, 63, 1 << 40]),
-            "table": rng.standard_normal((128, 2, planes)).astype(np.float32),
+            "table": rng.standard_normal((max(128, cells + 1), 2, planes)).astype(np.float32),
             "q": random_heads(MOST_ROWS, HEADS, lengths[0]),
             "k": random_heads(MOST_ROWS, KV_HEADS, lengths[0], seed=2),
             "v": random_heads(MOST_ROWS, KV_HEADS, lengths[1], seed=3),
@@ -109,6 +118,15 @@ class Layer:
         words |= {"packed": self.places["packed"], "times": 1}
         words["values"] = HEADS * self.kv.lengths[1]
         return [launch("quantise", {**words, **changed})]
+
+    def run_alone(self, launches: Sequence[CardLaunch]) -> None:
+        """Run launches of a single row."""
+        read = {"rows", "sequences", "positions", "table", "q_weight", "k_weight"}
+        written = [array for name, array in self.named.items() if name not in read]
+        others = [self.named[name] for name in read]
+        memory = gpu_simulator.Memory([*written, self.kv.memory], [*others, self.kv.table])
+        for one in launches:
+            simulate(one, 1, memory)
 
     def run(self, program: Sequence[Launch], *, fused: bool) -> None:
         """Run launches as a card does, or one by one."""
@@ -211,7 +229,11 @@ def test_what_attention_gives_is_quantised_on_the_way(kinds: tuple[str, str]) ->
     fused, single = (Layer.make(kinds, (64, 64), 32, 1) for _ in range(2))
     fused.run(program(fused), fused=True)
     with_quantise_apart(single)
-    assert names(program(fused)) == ["prepare", "attention", "combine"]
+    assert [one.kernel.name.split("_")[0] for one in card_launches(tuple(program(fused)), 2)] == [
+        "prepare",
+        "attention",
+        "combine",
+    ]
     for name in ("out", "packed"):
         assert np.array_equal(fused.named[name], single.named[name])
         assert not np.any(fused.named[name][ROWS:])
@@ -237,3 +259,72 @@ def test_a_result_that_nothing_quantises_is_combined_alone() -> None:
     layer.run(layer.storing() + layer.attention(), fused=True)
     assert names(layer.attention()) == ["attention", "combine"]
     assert not np.any(layer.named["packed"])
+
+
+# -- a single row ----------------------------------------------------------------------------------
+
+
+def row_alone(
+    lengths: tuple[int, int], planes: int, halves: int, position: int
+) -> tuple[Layer, list[Launch]]:
+    """Return a layer with a row at a position of sequence 0, and the launches of its attention."""
+    layer = Layer.make(("f16", "f16"), lengths, planes, halves, cells=position)
+    for name, word in (("rows", 1), ("sequences", 0), ("positions", position)):
+        layer.named[name][0] = word
+    return layer, layer.norms() + layer.storing() + layer.attention()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "planes", "halves", "position", "blocks"),
+    [
+        ((64, 64), 32, 1, 70, 128),
+        ((32, 64), 10, 0, 0, 128),
+        ((128, 128), 64, 1, 63, 128),
+        ((32, 64), 16, 1, 1030, 4),
+    ],
+    ids=["usual", "first", "long", "blocks for every other run"],
+)
+def test_a_single_row_is_made_ready_by_attention_with_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: tuple[int, int],
+    planes: int,
+    halves: int,
+    position: int,
+    blocks: int,
+) -> None:
+    monkeypatch.setattr(attention_halves, "_BLOCKS", blocks)
+    for normed in (True, False)[: 1 if position > 512 else 2]:
+        (layer, program), (other, same) = (
+            row_alone(lengths, planes, halves, position) for _ in range(2)
+        )
+        together = card_launches(tuple(program[0 if normed else 2 :]), 1)
+        assert [one.kernel.name.split("_")[0] for one in together] == ["attention", "combine"]
+        layer.run_alone(together)
+        other.run_alone(
+            [one for one in with_runs(same[0 if normed else 2 :]) if isinstance(one, CardLaunch)]
+        )
+        assert np.array_equal(layer.kv.memory, other.kv.memory)
+        assert np.array_equal(layer.named["work"], other.named["work"])
+        assert np.array_equal(layer.named["out"], other.named["out"])
+        assert np.all(np.isfinite(layer.named["out"][0]))
+
+
+def test_a_row_that_a_step_does_not_have_is_not_made_ready() -> None:
+    layer, program = row_alone((64, 64), 32, 1, 70)
+    layer.named["rows"][0] = 0
+    before = layer.kv.memory.copy()
+    layer.run_alone(card_launches(tuple(program), 1))
+    assert np.array_equal(layer.kv.memory, before)
+
+
+@pytest.mark.parametrize("kinds", [("int8", "f16"), ("f16", "f32")], ids="-".join)
+def test_a_single_row_of_other_types_is_made_ready_in_a_launch_of_its_own(
+    kinds: tuple[str, str],
+) -> None:
+    layer = Layer.make(kinds, (64, 64), 32, 1)
+    assert names(layer.storing() + layer.attention()) == ["prepare", "attention", "combine"]
+
+
+def test_attention_of_another_layer_does_not_make_a_row_ready() -> None:
+    one, other = (Layer.make(("f16", "f16"), (64, 64), 32, 1) for _ in range(2))
+    assert names(one.storing() + other.attention()) == ["prepare", "attention", "combine"]

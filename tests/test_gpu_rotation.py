@@ -146,7 +146,3 @@ def test_heads_of_int8_that_are_not_finite_show_it(gpu: Run, length: int) -> Non
 @pytest.mark.parametrize("kind", CACHE_TYPES)
 def test_storing_computes_in_single_precision(kind: str) -> None:
     check_code("kv_append", (kind, kind), key_length=128, value_length=80)
-
-
-def test_rotating_computes_in_single_precision() -> None:
-    check_code("rope")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import gpu_launches
@@ -9,7 +10,7 @@ import kernel_references as plain
 import numpy as np
 import pytest
 from gpu_launches import Run, aligned
-from host_launches import UNTOUCHED, normal, same_bits
+from host_launches import UNTOUCHED, forced_case, normal, same_bits
 from numpy.typing import NDArray
 
 from strata_nb.errors import UnsupportedDevice
@@ -46,6 +47,8 @@ def routed(
     renormalise: bool,
     beyond: int = 1,
     tier: NDArray[np.uint8] | None = None,
+    forced: NDArray[np.int16] | None = None,
+    positions: Sequence[int] = (),
 ) -> Routed:
     """Route rows on a grid for `beyond` more, whose results must stay as they were."""
     rows, experts = logits.shape
@@ -60,6 +63,8 @@ def routed(
     values = {
         "rows": aligned(np.array([rows])),
         "logits": aligned(logits),
+        "positions": aligned(np.array([*positions, *[10**9] * beyond], np.int64)),
+        "forced": 0 if forced is None else aligned(forced),
         "tier": aligned(np.zeros(experts, np.uint8) if tier is None else tier),
         "addresses": aligned(addresses_of(experts)),
         "experts": experts,
@@ -131,6 +136,44 @@ def test_a_logit_of_minus_infinity_has_the_share_zero(gpu: Run) -> None:
     assert shares.tolist() == [[0, 0, 1]]
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 8), (65, 4), (130, 8)])
+def test_experts_that_are_forced_have_the_shares_that_the_router_gives_them(
+    gpu: Run, experts: int, top_k: int
+) -> None:
+    logits, forced, positions = forced_case(experts, top_k)
+    plain_rows = routed(gpu, logits, top_k, renormalise=True, positions=positions)
+    for renormalise in (False, True):
+        given = {"renormalise": renormalise, "forced": forced, "positions": positions}
+        found = routed(gpu, logits, top_k, **given)
+        expected, shares = plain.router_top_k(
+            logits, top_k, renormalise=renormalise, forced=forced[positions].astype(np.int64)
+        )
+        assert np.array_equal(found.chosen, expected)
+        np.testing.assert_allclose(found.shares, shares, rtol=2e-6, atol=1e-9)
+        assert np.array_equal(found.use, np.bincount(expected.ravel(), minlength=experts))
+        assert np.array_equal(found.blobs, addresses_of(experts)[expected])
+    # What the router chooses by itself comes out to the bit, in whatever order it is forced.
+    same = routed(
+        gpu,
+        logits,
+        top_k,
+        renormalise=True,
+        forced=plain_rows.chosen[:, ::-1].astype(np.int16),
+        positions=range(len(logits)),
+    )
+    assert all(map(same_bits, same, plain_rows))
+
+
+def test_a_row_of_no_numbers_takes_the_experts_that_are_forced(gpu: Run) -> None:
+    logits = normal(2, 20)
+    logits[0, 3] = np.nan
+    given = {"forced": np.array([[9, 2]], np.int16), "positions": [0, 0]}
+    chosen, shares = routed(gpu, logits, 2, renormalise=True, **given)[:2]
+    assert chosen.tolist() == [[2, 9], [2, 9]]
+    assert np.isnan(shares[0]).all()
+    assert np.isfinite(shares[1]).all()
+
+
 def test_a_router_of_more_experts_than_threads_is_refused() -> None:
     gpu_launches.shaped_for_card("route", experts=1024, top_k=64)
     for experts, top_k in ((1025, 8), (1024, 65)):
@@ -191,10 +234,3 @@ def test_a_part_of_a_layers_experts_alone_is_refused() -> None:
     for part in (layer[:1], layer[1:], layer[:4], [layer[0], *layer]):
         with pytest.raises(ValueError, match="together"):
             card_launches(tuple(part), 1)
-
-
-# -- as machine code -------------------------------------------------------------------------------
-
-
-def test_the_kernel_that_routes_compiles_without_doubles() -> None:
-    gpu_launches.check_code("route", experts=128, top_k=8)

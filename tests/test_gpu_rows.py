@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import gpu_launches
 import numpy as np
 import pytest
 from gpu_launches import Run, aligned
@@ -226,16 +225,3 @@ def test_a_gated_row_is_added(gpu: Run, width: int) -> None:
     run(gpu, "gated_add", 2, ["y"], gate=aligned(gate), x=aligned(x), y=out, width=width)
     np.testing.assert_allclose(out[:2], gated_add(gate, x, y)[:2], rtol=1e-6, atol=1e-6)
     assert same_bits(out[2], y[2])
-
-
-# -- as machine code -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", [128, 1024, 2048])
-def test_norms_compile_without_doubles(width: int) -> None:
-    gpu_launches.check_code("rms_norm", width=width)
-
-
-@pytest.mark.parametrize("kernel", ["quantise", "silu_mul", "gated_add"])
-def test_kernels_over_rows_compile_without_doubles(kernel: str) -> None:
-    gpu_launches.check_code(kernel)

@@ -141,6 +141,18 @@ def test_a_double_in_place_of_a_float_is_a_fault() -> None:
         run(kernel, np.zeros(1, np.float32))
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(1 << 31, "not in -2,147,483,648 to"), (-(1 << 31) - 1, "not in"), (True, "not an integer")],
+)
+def test_what_no_integer_of_32_bits_holds_is_a_fault(value: int, message: str) -> None:
+    def kernel(y: int) -> None:
+        store_f32(y, f32_of_i32(value))
+
+    with pytest.raises(KernelFault, match=message):
+        run(kernel, np.zeros(1, np.float32))
+
+
 def test_a_warp_multiplies_matrices() -> None:
     def kernel(a: int, b: int, c: int) -> None:
         lane = i64(thread_index())

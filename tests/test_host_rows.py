@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from host_launches import forced_case
 from kernel_references import quantised
 from numpy.typing import NDArray
 from random_blocks import random_blocks
@@ -335,7 +337,12 @@ def test_a_scale_that_is_not_finite_shows_in_the_embedded_row() -> None:
 
 
 def routed(
-    logits: Floats, top_k: int, renormalise: bool, threads: int = 1
+    logits: Floats,
+    top_k: int,
+    renormalise: bool,
+    threads: int = 1,
+    forced: NDArray[np.int16] | None = None,
+    positions: Sequence[int] = (),
 ) -> tuple[NDArray[np.int64], Floats]:
     rows, experts = logits.shape
     chosen = np.full((rows, top_k), -5, np.int64)
@@ -346,6 +353,8 @@ def routed(
         threads,
         rows,
         logits=logits,
+        positions=np.array(positions, np.int64),
+        forced=0 if forced is None else forced,
         chosen=chosen,
         shares=shares,
         experts=experts,
@@ -374,6 +383,23 @@ def test_the_router_chooses_as_the_reference(experts: int, top_k: int, renormali
         assert all(map(same_bits, again, (chosen, shares)))
     alone = routed(logits[4:5].copy(), top_k, renormalise)
     assert all(map(same_bits, alone, (chosen[4:5], shares[4:5])))
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_experts_that_are_forced_have_the_shares_that_the_router_gives_them(
+    renormalise: bool,
+) -> None:
+    logits, forced, positions = forced_case(130, 8)
+    found = routed(logits, 8, renormalise, 2, forced, positions)
+    numbers = np.sort(forced[positions].astype(np.int64), axis=1)
+    _, shares = reference.router_top_k(logits, 8, renormalise=renormalise, forced=numbers)
+    assert np.array_equal(found[0], numbers)
+    np.testing.assert_allclose(found[1], shares, rtol=2e-6, atol=1e-9)
+    # What the router chooses by itself comes out to the bit, in whatever order it is forced.
+    chosen = routed(logits, 8, renormalise)
+    backwards = chosen[0][:, ::-1].astype(np.int16)
+    same = routed(logits, 8, renormalise, 1, backwards, range(3))
+    assert all(map(same_bits, same, chosen))
 
 
 def test_equal_logits_are_chosen_by_lower_number() -> None:

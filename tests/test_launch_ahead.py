@@ -14,7 +14,9 @@ from drawing_backend import DrawingBackend
 
 from strata_nb import Engine, Options, Sampling, backend
 from strata_nb.addresses import memory_view
+from strata_nb.cache.accounts import Change
 from strata_nb.cache.kv_layout import BLOCK_CELLS
+from strata_nb.cache.policy import Heat
 from strata_nb.device_model import DeviceModel
 from strata_nb.errors import StrataError
 from strata_nb.sampling import Choice, uniform
@@ -352,6 +354,48 @@ def test_growth_of_the_kv_changes_nothing(small: Path) -> None:
         return [session]
 
     check_same(small, use, ctx_size=1024, kv_grow=True, kv_grow_init=64, kv_grow_step=64, **HALF)
+
+
+def test_growth_that_nobody_gives_for_comes_while_a_window_is_in_flight(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_flight = []
+    sizes = {"ctx_size": 1024, "kv_grow_init": 64, "kv_grow_step": 64}
+    with engine_of(small, kv_grow=True, **sizes, **HALF) as engine:
+        session, ledger = begun(engine), model_of(engine).ledger
+        grow_beside = ledger.grow_kv_beside
+
+        def grow(blocks: int) -> Change:
+            in_flight.append(device_of(engine)._in_flight)
+            return grow_beside(blocks)
+
+        monkeypatch.setattr(ledger, "grow_kv_beside", grow)
+        monkeypatch.setattr(ledger, "grow_kv", pytest.fail)
+        growths = ledger.growths
+        write(session, 500)
+        assert ledger.growths == growths + len(in_flight) > growths + 2
+        assert set(in_flight) == {1}
+
+
+def test_what_experts_are_worth_is_asked_while_a_window_runs(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_flight = []
+    sizes = {"ctx_size": 1024, "kv_grow_init": 64, "kv_grow_step": 64}
+    with engine_of(small, kv_grow=True, **sizes, **HALF) as engine:
+        session, model = begun(engine), model_of(engine)
+        slots, ledger, heat = model.arena.usable_slots, model.ledger, model._residency.heat
+
+        def asked() -> Heat:
+            in_flight.append(device_of(engine)._in_flight)
+            return heat()
+
+        monkeypatch.setattr(model._residency, "heat", asked)
+        monkeypatch.setattr(ledger, "heat", pytest.fail)  # while a window waits
+        ledger.reserve_bytes = 1 << 40  # so that experts must give
+        write(session, 500)
+        assert model.arena.usable_slots < slots
+        assert in_flight.count(1) > 2
 
 
 def test_a_give_back_in_the_middle_changes_no_token(small: Path) -> None:

@@ -106,6 +106,19 @@ class Requests(RuleBasedStateMachine):
                 assert self.ledger.kv.usable_blocks >= min(blocks, 8)
 
     @rule(blocks=st.integers(0, 9))
+    def grow_kv_beside(self, blocks: int) -> None:
+        slots, calls = self.ledger.experts.usable_slots, self.world.driver.faults.calls
+        waited = calls["synchronize"] + calls["stream_synchronize"]
+        self.attempt(lambda: self.ledger.grow_kv_beside(blocks))
+        assert self.ledger.experts.usable_slots == slots
+        assert calls["synchronize"] + calls["stream_synchronize"] == waited
+
+    @rule(blocks=st.integers(0, 9), enough=st.integers(0, 9))
+    def grow_kv_by_little(self, blocks: int, enough: int) -> None:
+        with self.the_coldest_leave():
+            self.attempt(lambda: self.ledger.grow_kv(blocks, blocks + 3, enough))
+
+    @rule(blocks=st.integers(0, 9))
     def trim_kv(self, blocks: int) -> None:
         self.attempt(lambda: self.ledger.trim_kv(blocks))
 

@@ -330,6 +330,15 @@ def test_measured_locality_is_that_of_a_trace_made_by_hand() -> None:
     assert measure(turning, 40) == pytest.approx((0.0, 0.0, 0.25, 0.5))
 
 
+def test_uniform_routes_prefer_no_expert_and_no_neighbour() -> None:
+    trace = make_routes(layers=2, experts=32, top_k=4, tokens=3000, uniform=True)
+    assert trace.shape == (3000, 2, 4)
+    assert np.all(np.diff(np.sort(trace, axis=2), axis=2) > 0)
+    counts = np.bincount(trace[:, 1].ravel(), minlength=32)
+    assert 300 < counts.min() <= counts.max() < 450  # 375 each
+    assert measure(trace, 32).reuse == pytest.approx(4 / 32, abs=0.01)
+
+
 def test_routes_are_the_same_for_the_same_seed_only() -> None:
     sizes = {"layers": 2, "experts": 16, "top_k": 2, "tokens": 50}
     trace = make_routes(**sizes, seed=1)

@@ -38,6 +38,7 @@ FLAGS = {
     "kv_grow_init": "--kv-grow-init",
     "kv_grow_step": "--kv-grow-step",
     "deterministic": "--deterministic",
+    "overlap": "--no-overlap",
     "adapt": "--adapt",
     "adapt_every": "--adapt-every",
     "adapt_swaps": "--adapt-swaps",
@@ -45,6 +46,7 @@ FLAGS = {
     "expert_profile": "--expert-profile",
     "expert_profile_save": "--expert-profile-save",
     "routing_trace": "--routing-trace",
+    "force_routes": "--force-routes",
     "trace": "--trace",
 }
 
@@ -87,7 +89,11 @@ REFUSED_OPTIONS: list[tuple[str, Any]] = [
     ),
     *(("vram_reserve_mib", value) for value in (-1, 2**31, 0.5, "64", True)),
     *(("vram_limit", value) for value in (-1, 0, (1 << 20) - 1, 2**63 + 1, 2.0**30, "12GiB", True)),
-    *((name, value) for name in ("deterministic", "vram_elastic") for value in (0, 1, None, "yes")),
+    *(
+        (name, value)
+        for name in ("deterministic", "vram_elastic", "overlap")
+        for value in (0, 1, None, "yes")
+    ),
     *(("kv_grow", value) for value in (0, 1, "yes")),
     *(("adapt", value) for value in ("", "on", "lru", None, True)),
     *(
@@ -103,7 +109,13 @@ REFUSED_OPTIONS: list[tuple[str, Any]] = [
     ),
     *(
         (name, value)
-        for name in ("expert_profile", "expert_profile_save", "routing_trace", "trace")
+        for name in (
+            "expert_profile",
+            "expert_profile_save",
+            "routing_trace",
+            "force_routes",
+            "trace",
+        )
         for value in ("", 5)
     ),
     *(("ctx_size", value) for value in (0, -1, 2**31, 1.5, "2048", True)),
@@ -149,6 +161,7 @@ def test_options_leave_every_choice_to_the_engine() -> None:
         "kv_grow_init": None,
         "kv_grow_step": None,
         "deterministic": False,
+        "overlap": True,
         "adapt": "insert",
         "adapt_every": None,
         "adapt_swaps": None,
@@ -156,6 +169,7 @@ def test_options_leave_every_choice_to_the_engine() -> None:
         "expert_profile": None,
         "expert_profile_save": None,
         "routing_trace": None,
+        "force_routes": None,
         "trace": None,
     }
 
@@ -207,6 +221,7 @@ def test_the_ends_of_the_sampling_ranges_are_usable(values: dict[str, Any]) -> N
         {"cache_type_k": "f32", "cache_type_v": "f32", "prefill": "auto"},
         {"device": "host:16x64KiB@4KiB", "expert_cache": "0", "vram_reserve_mib": 0},
         {"expert_cache": "100%", "vram_reserve_mib": 2**31 - 1, "deterministic": True},
+        {"overlap": False, "force_routes": "r.npy"},
         {"adapt": "swap", "adapt_every": 0, "adapt_swaps": 0, "adapt_decay": 0},
         {"adapt": "swap", "adapt_every": 2**31 - 1, "adapt_decay": 1.0},
         {"adapt": "off"},

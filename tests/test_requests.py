@@ -6,6 +6,7 @@ import itertools
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from cache_world import (
     slots_at_start,
     write_rows,
 )
+from driver_contract import held_stream
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,6 +104,7 @@ def situations(draw: st.DrawFn) -> Situation:
 
 REQUESTS: dict[str, Callable[[Situation, int], Holdings]] = {
     "grow_kv": lambda now, n: requests.grow_kv(now, n, n + 3),
+    "grow_kv_beside": requests.grow_kv_beside,
     "trim_kv": requests.trim_kv,
     "give_back": requests.give_back,
     "take_back": lambda now, n: requests.take_back(now),
@@ -139,6 +142,9 @@ def test_a_plan_keeps_the_rules_whatever_was_before(now: Situation, name: str, c
         assert enough or (given < count and nothing_more)
     if name == "grow_kv":
         assert wanted.kv >= PLAN.chunks_for_blocks(count)
+    if name == "grow_kv_beside":
+        assert (wanted.experts, wanted.loan) == (held.experts, held.loan)
+        assert held.kv <= wanted.kv <= max(held.kv, PLAN.chunks_for_blocks(count))
     if name in ("prepare", "take_back", "attach", "end_loan"):
         assert wanted.kv == held.kv
     if name == "trim_kv":
@@ -158,6 +164,51 @@ def test_growth_takes_spare_memory_first_then_the_systems_then_experts() -> None
         requests.grow_kv(now, 5, 5)
     assert refused.value.numbers["needed"] == PLAN.chunks_for_blocks(5) * UNIT
     assert refused.value.numbers["possible"] == 28 * UNIT
+
+
+def test_experts_give_for_what_is_enough_and_no_more() -> None:
+    held = Holdings(experts=15, kv=13, spare=2)
+    now = Situation(0, PLAN, held, 3, 0, 2, PLAN.kv_chunks, PLAN.arena_chunks)
+    assert requests.grow_kv(now, 2, 4) == Holdings(experts=8, kv=25)
+    assert requests.grow_kv(now, 2, 4, 3) == Holdings(experts=14, kv=19)
+    assert requests.grow_kv(now, 2, 4, 2) == Holdings(experts=15, kv=18)  # what nobody gives
+    assert requests.grow_kv(now, 3, 4, 2) == Holdings(experts=14, kv=19)  # the least is needed
+    assert requests.grow_kv(now, 2, 2, 9) == Holdings(experts=15, kv=13, spare=2)
+
+
+def test_growth_beside_windows_takes_spare_memory_then_the_systems_and_no_other() -> None:
+    held = Holdings(experts=15, kv=13, spare=2)
+    now = Situation(0, PLAN, held, 3, 0, 2, PLAN.kv_chunks, PLAN.arena_chunks)
+    assert requests.grow_kv_beside(now, 2) == held
+    assert requests.grow_kv_beside(now, 3) == Holdings(experts=15, kv=18)
+    assert requests.grow_kv_beside(replace(now, obtainable=9), 3) == Holdings(experts=15, kv=19)
+    assert requests.grow_kv_beside(replace(now, kv_limit=14), 3).kv == 14
+
+
+def test_growth_beside_windows_waits_for_nothing_and_unmaps_nothing() -> None:
+    world = World(chunks=66, kv_cells=128, kv_most_cells=640)  # room beside all experts
+    ledger = world.open()
+    warm(ledger)
+    sequence = write_cells(ledger, list(range(100)))
+    experts = residents(ledger)
+    calls = world.driver.faults.calls
+    ledger.heat = lambda: pytest.fail("a millisecond for nothing")
+    with held_stream(world.driver):
+        calls.clear()
+        change = ledger.grow_kv_beside(4)
+        assert ledger.kv.usable_blocks == 4
+        assert not calls.keys() & {"synchronize", "stream_synchronize", "copy_async", "unmap"}
+        world.driver.faults.plan("set_access", forever=True)
+        with pytest.raises(DriverError):
+            ledger.grow_kv_beside(5)
+        world.driver.faults.lift()
+        assert not calls.keys() & {"synchronize", "stream_synchronize", "copy_async"}
+    assert (change.request, change.filled, change.moved) == ("grow_kv", 0, 0)
+    assert ledger.growths == 1
+    assert residents(ledger) == experts
+    assert holds(ledger, sequence, list(range(100)))
+    world.check()
+    world.end()
 
 
 def test_experts_give_what_the_system_promised_and_has_not() -> None:
@@ -340,6 +391,18 @@ def test_a_reserve_is_really_free_and_goes_back_to_experts(world: World) -> None
     world.check()
 
 
+def test_experts_that_nobody_ever_used_come_back_with_the_memory(world: World) -> None:
+    ledger = ledger_of(world)
+    ledger.experts.fill(np.ndindex(len(BLOBS), EXPERTS))
+    everybody = residents(ledger)
+    assert len(everybody) == len(BLOBS) * EXPERTS
+    ledger.experts.use[2, 3] = 1
+    ledger.set_reserve(9 * UNIT)
+    assert (2, 3) in residents(ledger) < everybody
+    assert ledger.set_reserve(UNIT).filled > 0
+    assert residents(ledger) == everybody
+
+
 def test_without_a_reserve_experts_get_all_that_the_device_has() -> None:
     world = World(chunks=30, kv_cells=128, kv_most_cells=640)
     ledger = world.open()
@@ -442,6 +505,7 @@ def test_a_helping_device_is_attached_and_detached() -> None:
 
 PAIRS: dict[str, Callable[[Ledger], object]] = {
     "the K/V grows": lambda ledger: ledger.grow_kv(3, 4),
+    "the K/V grows beside windows": lambda ledger: ledger.grow_kv_beside(4),
     "the K/V is trimmed": lambda ledger: ledger.trim_kv(2),
     "memory is given back": lambda ledger: ledger.set_reserve(6 * UNIT),
     "memory is taken back": lambda ledger: ledger.set_reserve(UNIT),

@@ -127,9 +127,9 @@ def special_tokenizer(*special: str) -> Tokenizer:
 def encode_seconds(tokenizer: Tokenizer, text: str) -> float:
     best = float("inf")
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         tokenizer.encode(text)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     return best
 
 
@@ -145,9 +145,9 @@ def test_the_time_grows_with_the_text_and_not_with_the_special_tokens_in_it() ->
 def test_special_tokens_that_almost_stand_everywhere_cost_one_search_each() -> None:
     special = ["a" * length + "!" for length in range(1, 1000)]
     text = "a" * 4000
-    start = time.perf_counter()
+    start = time.process_time()
     assert not any(part in text for part in special)
-    searches = time.perf_counter() - start
+    searches = time.process_time() - start
     assert encode_seconds(special_tokenizer(*special), text) < 20 * searches
 
 

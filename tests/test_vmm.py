@@ -145,22 +145,26 @@ def world() -> Iterator[World]:
     ("ledger_bytes", "chunk_bytes"),
     [
         (1, 64 * KIB),
-        (64 * MIB, 64 * KIB),
-        (60 * MIB, 64 * KIB),
-        (256 * MIB, 256 * KIB),
-        (8 * GIB, 8 * MIB),
-        (10 * GIB, 8 * MIB),
-        (12 * GIB, 16 * MIB),
-        (24 * GIB, 32 * MIB),
+        (16 * MIB, 64 * KIB),
+        (64 * MIB, 256 * KIB),
+        (60 * MIB, 256 * KIB),
+        (256 * MIB, 1 * MIB),
+        (6 * GIB, 16 * MIB),
+        (8 * GIB, 32 * MIB),
+        (12 * GIB, 32 * MIB),
+        (18 * GIB, 64 * MIB),
+        (24 * GIB, 64 * MIB),
         (80 * GIB, 64 * MIB),
         (640 * GIB, 64 * MIB),
     ],
 )
-def test_a_device_is_cut_into_about_a_thousand_chunks(ledger_bytes: int, chunk_bytes: int) -> None:
+def test_a_device_is_cut_into_about_three_hundred_chunks(
+    ledger_bytes: int, chunk_bytes: int
+) -> None:
     driver = HostDriver([HostDevice(MIB, UNIT, UNIT)])
     assert choose_chunk_bytes(driver, 0, ledger_bytes) == chunk_bytes
-    if 64 * MIB < ledger_bytes < 64 * GIB:
-        assert 707 <= ledger_bytes // chunk_bytes <= 1414
+    if 16 * MIB <= ledger_bytes <= 24 * GIB:
+        assert 212 <= ledger_bytes // chunk_bytes <= 424
     driver.close()
 
 

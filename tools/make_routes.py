@@ -10,6 +10,7 @@ Options:
   --top-k=N    experts that a token uses, fewer than all (default 8)
   --tokens=N   (default 4096)
   --topic=N    tokens until the subject of the text changes (default 1500)
+  --uniform    every expert is as likely as every other, whatever was used before
   --seed=N     (default 0)
 
 OUT is a .npy file: int16 (tokens, layers, top_k), the ids of the experts that each token uses in
@@ -67,9 +68,13 @@ def make_routes(
     top_k: int = 8,
     tokens: int = 4096,
     topic: int = 1500,
+    uniform: bool = False,
     seed: int = 0,
 ) -> Routes:
-    """Return the trace (tokens, layers, top_k); ConfigError for sizes that make none."""
+    """Return the trace (tokens, layers, top_k); ConfigError for sizes that make none.
+
+    uniform   without popularity, subjects and memory: no expert is more likely than another
+    """
     if min(layers, top_k, tokens, topic) < 1 or not top_k < experts <= 2**15:
         raise ConfigError(
             f"no routes of {layers} layers, {top_k} of {experts} experts, {tokens} tokens, "
@@ -77,6 +82,9 @@ def make_routes(
             hint="give 1 or more of each, and more experts than are used (at most 32768)",
         )
     rng = np.random.default_rng(seed)
+    if uniform:
+        scores = rng.random((tokens, layers, experts), np.float32)
+        return np.argpartition(scores, top_k)[..., :top_k].astype(np.int16)
     traces = [_layer_routes(rng, experts, top_k, tokens, topic) for _ in range(layers)]
     return np.stack(traces, axis=1)
 
@@ -125,7 +133,7 @@ def _run(arguments: dict[str, Any]) -> None:
         if not text.isdecimal():
             raise ConfigError(f"{flag} {text}: not usable", hint=f"give {flag} a whole number")
         sizes[flag.removeprefix("--").replace("-", "_")] = int(text)
-    trace = make_routes(**sizes)
+    trace = make_routes(**sizes, uniform=arguments["--uniform"])
     np.save(arguments["OUT"], trace)
     found = measure(trace, sizes.get("experts", 128))
     print(

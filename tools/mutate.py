@@ -91,15 +91,15 @@ FAULTS = (
     Fault(
         "tables name slots that are lost",
         "strata_nb/cache/experts.py",
-        "                self._evict(*self._expert_in(slot), slot)\n        for slot in range(",
-        "                pass\n        for slot in range(",
+        "        self._evict(lost[self._owner[lost] != NOBODY])\n        for slot in range(",
+        "        for slot in range(",
         LEDGER,
     ),
     Fault(
         "an expert is named before it was copied",
         "strata_nb/cache/experts.py",
-        "        self._driver.stream_synchronize(self._stream)\n        taken",
-        "        taken",
+        "        self._driver.stream_synchronize(self._stream)\n        self._require",
+        "        self._require",
         ("tests/test_experts.py", *LEDGER),
     ),
     Fault(
@@ -112,16 +112,23 @@ FAULTS = (
     Fault(
         "experts leave by place and not by heat",
         "strata_nb/cache/experts.py",
-        "        return choose_moves(of_slot.tolist(), kept, self.layout)\n",
+        "        return choose_moves(of_slot, kept, self.layout)\n",
         "        return {}\n",
         LEDGER,
     ),
     Fault(
         "experts leave by use, whatever the policy says",
         "strata_nb/cache/capacity.py",
-        "self.experts.moves_into(wanted.experts * size, self.heat())",
-        "self.experts.moves_into(wanted.experts * size, self.experts.heat())",
+        "heat = self.heat() if heat is None else heat",
+        "heat = self.experts.heat()",
         ("tests/test_residency.py",),
+    ),
+    Fault(
+        "growth beside windows takes what experts have",
+        "strata_nb/cache/requests.py",
+        "count = max(0, min(limit - held.kv, held.spare + now.obtainable))",
+        "count = max(0, min(limit - held.kv, held.spare + now.obtainable + now.arena_gives))",
+        ("tests/test_requests.py",),
     ),
     Fault(
         "experts give more than they must keep",

@@ -110,8 +110,10 @@ class Ledger:
                 error.add_note(f"undoing failed as well: {another.message}")
             raise
 
-    def carry_out(self, wanted: Holdings) -> None:
+    def carry_out(self, wanted: Holdings, heat: Heat | None = None) -> None:
         """Move chunks until every owner holds what is wanted, or leave all as it was.
+
+        heat   of the experts; None: as `Ledger.heat` says, which takes a millisecond
 
         Of the experts the coldest leave, and are read in place afterwards; K/V blocks that are held
         must fit in a smaller K/V. Raises DriverError. Addresses and K/V are then as before; experts
@@ -126,7 +128,7 @@ class Ledger:
         with interrupts_later():
             error = ""
             try:
-                self._change(wanted)
+                self._change(wanted, heat)
             except BaseException as failure:
                 error = str(failure) or type(failure).__name__
                 if isinstance(failure, DeviceLost):
@@ -140,24 +142,39 @@ class Ledger:
     # Requests. Each raises DriverError, then all is as it was but for residency; where a device has
     # not what is asked for, OutOfDeviceMemory.
 
-    def grow_kv(self, least_blocks: int, wanted_blocks: int) -> Change:
+    def grow_kv(
+        self,
+        least_blocks: int,
+        wanted_blocks: int,
+        enough_blocks: int | None = None,
+        heat: Heat | None = None,
+    ) -> Change:
         """Make room for `wanted_blocks` K/V blocks or for as many as can be, at least the least.
 
         Where the system has less than it said, experts give what is missing.
+
+        enough_blocks   for more than these experts give nothing; None: for all that are wanted
+        heat            as `carry_out` has it
         """
+        asked = least_blocks, wanted_blocks, enough_blocks
         try:
-            return self._ask(
-                "grow_kv", lambda: requests.grow_kv(self._now(), least_blocks, wanted_blocks)
-            )
+            return self._ask("grow_kv", lambda: requests.grow_kv(self._now(), *asked), heat=heat)
         except OutOfDeviceMemory as error:
             if not error.code:  # nobody but the plan refused
                 raise
         return self._ask(
             "grow_kv",
-            lambda: requests.grow_kv(
-                replace(self._now(), obtainable=0), least_blocks, wanted_blocks
-            ),
+            lambda: requests.grow_kv(replace(self._now(), obtainable=0), *asked),
+            heat=heat,
         )
+
+    def grow_kv_beside(self, wanted_blocks: int) -> Change:
+        """Make as much of the room for `wanted_blocks` K/V blocks as nobody has to give.
+
+        Work of the device may be running: no table names the new memory yet, and nothing is
+        unmapped, so nothing is waited for [7].
+        """
+        return self._ask("grow_kv", lambda: requests.grow_kv_beside(self._now(), wanted_blocks))
 
     def trim_kv(self, blocks: int) -> Change:
         """Keep room for `blocks` K/V blocks, and for all that are held; experts get the rest."""
@@ -220,13 +237,20 @@ class Ledger:
         now = self._now()
         return requests.give_back(now, now.owed)
 
-    def _ask(self, request: str, plan: Callable[[], Holdings], *, refill: bool = False) -> Change:
+    def _ask(
+        self,
+        request: str,
+        plan: Callable[[], Holdings],
+        *,
+        refill: bool = False,
+        heat: Heat | None = None,
+    ) -> Change:
         """Carry out what a request comes to, and announce it; then Ctrl-C may come."""
         before, slots, moved, filled = self.holdings(), self.experts.usable_slots, self._moved, 0
         with interrupts_later():
             error = ""
             try:
-                self.carry_out(plan())
+                self.carry_out(plan(), heat)
                 if refill and self.experts.usable_slots > slots:
                     filled = self._refill()
             except BaseException as failure:
@@ -412,11 +436,11 @@ class Ledger:
         targets = {"kv": wanted.kv, "experts": wanted.experts + wanted.loan}
         return {owner: targets[owner] for owner in self._ranges}
 
-    def _change(self, wanted: Holdings) -> None:
+    def _change(self, wanted: Holdings, heat: Heat | None) -> None:
         before = self.holdings()
         try:
             self._acquire(wanted)
-            self._keep(wanted)
+            self._keep(wanted, heat)
             self._withdraw(wanted)
             self._map(wanted)
         except DeviceLost:
@@ -439,7 +463,7 @@ class Ledger:
         if missing > 0:
             self._pool.prepare(account.spare + missing)
 
-    def _keep(self, wanted: Holdings) -> None:
+    def _keep(self, wanted: Holdings, heat: Heat | None) -> None:
         """Copy what is worth keeping out of memory that owners are about to lose.
 
         Live K/V blocks move below the new end, and hot experts to slots that stay. Those of colder
@@ -448,7 +472,10 @@ class Ledger:
         size, held = self.plan.chunk_bytes, self.holdings()
         if wanted.kv < held.kv:
             self.kv.compact(wanted.kv * size // self.kv.layout.block_bytes)
-        moves = self.experts.moves_into(wanted.experts * size, self.heat())
+        if wanted.experts >= held.experts:
+            return
+        heat = self.heat() if heat is None else heat
+        moves = self.experts.moves_into(wanted.experts * size, heat)
         if moves:
             self.experts.make_way(moves)
             self._drain()

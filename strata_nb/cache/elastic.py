@@ -2,6 +2,7 @@
 
     cells    0 .......... written | ahead | ........ room ........ | step | step | .... context
                                            ^ grows when the room behind `ahead` ends
+                                   ^ and before, beside windows, where nobody has to give for it
 
 A K/V for the whole context would starve the experts from the start, for cells that most texts never
 reach. So it begins small and grows before a prompt is read, for the whole prompt, and ahead of each
@@ -21,6 +22,7 @@ from strata_nb.cache.accounts import Change
 from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.kv_layout import BLOCK_CELLS, blocks_for
 from strata_nb.cache.plan import Plan
+from strata_nb.cache.policy import Heat
 from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory
 from strata_nb.interrupts import interrupts_later
 
@@ -30,6 +32,8 @@ LEAST_INIT_CELLS = 512  # a short prompt and what is ahead of it
 AHEAD_CELLS = 64  # of a window, so that growth comes before it is needed
 PROMPT_AHEAD_CELLS = 256  # of a prompt, for the answer's beginning
 SAID_CELLS = 1_024  # smaller growths are said together
+LEFT_BLOCKS = 1  # free; then the K/V grows beside windows
+MOST_GIVEN_BYTES = 64 << 20  # by experts at a time, for growth that a window waits for
 IDLE_STEPS = 2  # that are left before the K/V is cut
 _GROWING = "the K/V could not grow ahead"
 _PREPARING = "chunks for the K/V could not be prepared"
@@ -63,6 +67,9 @@ class ElasticKV:
         self._init_blocks = blocks_for(rules.init_cells)
         self._step_blocks = max(1, blocks_for(rules.step_cells))
         self._stopped_at: int | None = None  # blocks behind which a growth found nothing
+        self._stopped_beside: int | None = None  # the same, of what nobody has to give
+        self._steps = 0  # that have ended
+        self._foreseen: tuple[int, Heat] | None = None  # in the step behind so many
         self._idle_chunks_wanted = False
         self._unsaid: list[Change] = []
         self._failing: set[str] = set()  # what failed, and was said, since it last went well
@@ -81,26 +88,52 @@ class ElasticKV:
         if kv.usable_blocks > self._init_blocks and kv.usable_blocks >= ample + idle:
             with interrupts_later():
                 self._trim(max(ample, self._init_blocks))
-        self._make_room(needed, needed + blocks_for(PROMPT_AHEAD_CELLS))
+        self._make_room(needed, needed + blocks_for(PROMPT_AHEAD_CELLS), a_prompt=True)
 
     def before_step(self, cells: Mapping[int, int]) -> None:
-        """Make room for the cells of a step and of the next one; raises as `before_prompt` does."""
+        """Make room for the cells of a step and of the next one; raises as `before_prompt` does.
+
+        Experts give little at a time, because somebody waits for the step.
+        """
         needed = self._ledger.kv.blocks_wanted(cells)
-        self._make_room(needed, needed + blocks_for(AHEAD_CELLS))
+        self._make_room(needed, needed + blocks_for(AHEAD_CELLS), a_prompt=False)
 
     def is_ample(self, cells: Mapping[int, int]) -> bool:
         """Return whether `before_step` would change nothing."""
         needed = self._ledger.kv.blocks_wanted(cells)
         return self._is_ample(needed, needed + blocks_for(AHEAD_CELLS))
 
+    def foresee(self, heat: Heat) -> None:
+        """Take what experts are worth, for a growth before the next step and for no other.
+
+        Whoever asks while a step runs spares the next one to wait for the answer.
+        """
+        self._foreseen = self._steps, heat
+
     def when_idle(self) -> None:
-        """Have what the next growth will map ready, if the system has it."""
-        wanted, self._idle_chunks_wanted = self._idle_chunks_wanted, False
-        if not wanted or self._ledger.kv.usable_blocks >= self._most_blocks:
+        """Do one thing ahead of need: grow by what nobody gives, or get ready what that will map.
+
+        Call behind each step. Windows may be in flight: what they use stays as it is, and nothing
+        waits for them.
+        """
+        self._steps += 1
+        kv = self._ledger.kv
+        usable = kv.usable_blocks
+        if usable >= self._most_blocks:
             return
-        plan = self._ledger.plan
+        if self._idle_chunks_wanted:
+            self._idle_chunks_wanted = False
+            self._prepare()
+        elif usable - kv.live_blocks <= LEFT_BLOCKS and usable != self._stopped_beside:
+            with interrupts_later():  # what was done shall be said
+                self._grow_beside(usable)
+
+    def _prepare(self) -> None:
+        """Have ready what the next growth will map, if the system has it."""
+        ledger = self._ledger
+        next_chunks = ledger.plan.chunks_for_blocks(self._rounded(ledger.kv.usable_blocks + 1))
         try:
-            self._ledger.prepare(plan.chunks_for_blocks(self._step_blocks))
+            ledger.prepare(next_chunks - ledger.holdings().kv)
         except DeviceLost:
             raise
         except DriverError as error:  # nothing changed, and the growth will ask for itself
@@ -108,9 +141,22 @@ class ElasticKV:
             return
         self._failing.discard(_PREPARING)
 
+    def _grow_beside(self, usable: int) -> None:
+        """Grow by a step that nobody gives anything for, or as much of it as there is."""
+        self._stopped_beside = usable  # also where it fails: `before_step` asks again
+        try:
+            change = self._ledger.grow_kv_beside(self._rounded(usable + 1))
+        except DeviceLost:
+            raise
+        except DriverError as error:
+            self._say_once(_GROWING, error)
+            return
+        self._failing.discard(_GROWING)
+        self._note(change, usable)
+
     def reconsider(self) -> None:
         """Try again where a growth found nothing: memory was given or taken otherwise."""
-        self._stopped_at = None
+        self._stopped_at = self._stopped_beside = None
         self._idle_chunks_wanted = True
 
     def flush(self) -> None:
@@ -124,11 +170,11 @@ class ElasticKV:
         steps = -(-blocks // self._step_blocks)
         return min(self._most_blocks, steps * self._step_blocks)
 
-    def _make_room(self, needed: int, ample: int) -> None:
+    def _make_room(self, needed: int, ample: int, *, a_prompt: bool) -> None:
         """Grow where `ample` blocks are not there; only for `needed` ones is that an error."""
         if not self._is_ample(needed, ample):
             with interrupts_later():  # what was done shall be said
-                self._grow(needed, ample)
+                self._grow(needed, ample, a_prompt)
 
     def _is_ample(self, needed: int, ample: int) -> bool:
         usable = self._ledger.kv.usable_blocks
@@ -136,11 +182,17 @@ class ElasticKV:
             return True
         return needed <= usable and self._stopped_at == usable
 
-    def _grow(self, needed: int, ample: int) -> None:
+    def _grow(self, needed: int, ample: int, a_prompt: bool) -> None:
         usable = self._ledger.kv.usable_blocks
         least = min(needed, self._most_blocks)  # beyond the context, `extend` refuses
+        few = usable + MOST_GIVEN_BYTES // self._ledger.kv.layout.block_bytes
+        enough = None if a_prompt else max(ample, few)
+        heat = None
+        if self._foreseen is not None:
+            (steps, foreseen), self._foreseen = self._foreseen, None
+            heat = foreseen if steps + 1 == self._steps else None
         try:
-            change = self._ledger.grow_kv(max(least, usable), self._rounded(ample))
+            change = self._ledger.grow_kv(max(least, usable), self._rounded(ample), enough, heat)
         except DeviceLost:
             raise
         except DriverError as error:
@@ -152,15 +204,19 @@ class ElasticKV:
                 raise self._refusal(least, error) from error
             raise
         self._failing.discard(_GROWING)
+        if self._note(change, usable) < min(ample, self._most_blocks):
+            self._stopped_at = self._ledger.kv.usable_blocks
+
+    def _note(self, change: Change, usable: int) -> int:
+        """Note a growth, where there were `usable` blocks, and say it; returns how many are."""
         grown = self._ledger.kv.usable_blocks
         if grown > usable:
             self._unsaid.append(change)
             self._idle_chunks_wanted = True
-        if grown < min(ample, self._most_blocks):
-            self._stopped_at = grown
         told = sum(change.after.kv - change.before.kv for change in self._unsaid)
         if told >= self._ledger.plan.chunks_for_blocks(blocks_for(SAID_CELLS)):
             self.flush()
+        return grown
 
     def _trim(self, blocks: int) -> None:
         """Cut the K/V; where that fails it stays as it is, and is said."""

@@ -28,6 +28,7 @@ from strata_nb.shared_tables import SharedTable
 from strata_nb.tracing import Announce
 
 NOBODY = -1
+NOWHERE = -1
 
 
 class Tier(IntEnum):
@@ -110,13 +111,12 @@ class ExpertArena:
         Experts of slots that are lost are read in place from now on.
         """
         usable = min(len(self._owner), self.layout.slots_within(usable_bytes))
-        for slot in range(usable, self.usable_slots):
-            if self._owner[slot] != NOBODY:
-                self._evict(*self._expert_in(slot), slot)
+        lost = np.arange(usable, self.usable_slots)
+        self._evict(lost[self._owner[lost] != NOBODY])
         for slot in range(self.usable_slots, usable):
             if slot not in self._draining:
-                heapq.heappush(self._free[self.layout.class_of_slot(slot)], slot)
-        if usable < self.usable_slots:
+                self._free[self.layout.class_of_slot(slot)].append(slot)
+        if usable != self.usable_slots:
             self._free = [[slot for slot in free if slot < usable] for free in self._free]
             for free in self._free:
                 heapq.heapify(free)
@@ -127,12 +127,17 @@ class ExpertArena:
         return self.use + self.prior
 
     def hottest(self, heat: npt.NDArray[np.float64]) -> list[tuple[int, int]]:
-        """Return the experts without a slot that were ever used or ranked, hottest first."""
-        wanted = (self.expert_tier == Tier.IN_PLACE) & (self.heat() > 0)
-        order = np.argsort(np.where(wanted, -heat, np.inf), axis=None, kind="stable")
-        return [
-            divmod(int(number), self.layout.experts) for number in order[: np.count_nonzero(wanted)]
-        ]
+        """Return the experts without a slot: who was used or ranked, hottest first, then the rest.
+
+        Those that were neither follow in the order of layer and number: a slot that is free is of
+        no use to anybody.
+        """
+        away = self.expert_tier == Tier.IN_PLACE
+        known = away & (self.heat() > 0)
+        order = np.argsort(np.where(known, -heat, np.inf), axis=None, kind="stable")
+        order = order[away.ravel()[order]]
+        layers, experts = np.divmod(order, max(1, self.layout.experts))
+        return list(zip(layers.tolist(), experts.tolist(), strict=True))
 
     def moves_into(self, usable_bytes: int, heat: npt.NDArray[np.float64]) -> dict[int, int]:
         """Return which experts should move (slot: slot) before only `usable_bytes` stay.
@@ -144,22 +149,21 @@ class ExpertArena:
         if kept >= len(owner):
             return {}
         of_slot = np.append(heat.ravel(), -np.inf)[owner]  # the last is nobody's
-        return choose_moves(of_slot.tolist(), kept, self.layout)
+        return choose_moves(of_slot, kept, self.layout)
 
     def make_way(self, moves: Mapping[int, int]) -> None:
         """Evict the experts in the slots that others will move to; those slots are draining."""
-        for target in moves.values():
-            if self._owner[target] != NOBODY:
-                self.evict(*self._expert_in(target))
+        targets = np.array(list(moves.values()), np.int64)
+        self._evict(targets[self._owner[targets] != NOBODY])
 
     def move(self, moves: Mapping[int, int]) -> None:
         """Copy experts from slot to free slot, wait, and let the tables name the copies.
 
         The slots that they left are draining. On DriverError all are where they were.
         """
+        free = [set(slots) for slots in self._free]
         for source, target in moves.items():
-            size_class = self.layout.class_of_slot(source)
-            if target not in self._free[size_class] or self._owner[source] == NOBODY:
+            if target not in free[self.layout.class_of_slot(source)] or self._owner[source] < 0:
                 raise RuleViolation(7, f"from slot {source} to slot {target}, which is not free")
             size = self.layout.blob_bytes[self._expert_in(source)[0]]
             self._driver.copy_async(
@@ -168,17 +172,19 @@ class ExpertArena:
                 size,
                 self._stream,
             )
-        if moves:
-            self._driver.stream_synchronize(self._stream)
-        for source, target in moves.items():
-            layer, expert = self._expert_in(source)
-            free = self._free[self.layout.class_of_slot(target)]
-            free.remove(target)
-            heapq.heapify(free)
-            self._owner[target], self._owner[source] = self._owner[source], NOBODY
-            self._draining.add(source)
-            self.addresses[layer, expert] = self._base + self.layout.offset(target)
-            self._tell("move", layer, expert, target)
+        if not moves:
+            return
+        self._driver.stream_synchronize(self._stream)
+        sources, targets = (np.array(list(ends), np.int64) for ends in (moves, moves.values()))
+        numbers = self._owner[sources]
+        taken = set(targets.tolist())
+        self._free = [[slot for slot in slots if slot not in taken] for slots in self._free]
+        for slots in self._free:
+            heapq.heapify(slots)
+        self._owner[targets], self._owner[sources] = numbers, NOBODY
+        self._draining.update(sources.tolist())
+        self.addresses[self._where(numbers)] = self._base + self.layout.offsets(targets)
+        self._tell("move", numbers, targets)
 
     def reclaim(self) -> None:
         """Free the draining slots: all work that began before now has ended."""
@@ -220,32 +226,37 @@ class ExpertArena:
 
         Before it is finished nothing else may bring experts in, and no slot may be lost.
         """
-        placed: dict[tuple[int, int], int] = {}
-        left = [sorted(free, reverse=True) for free in self._free]  # the lowest slot comes first
-        for layer, expert in order:
-            if not any(left):
-                break
-            free = left[self.layout.class_of_layer[layer]]
-            resident = self.expert_tier[layer, expert] == Tier.SLOT or (layer, expert) in placed
-            if free and not resident:
-                placed[layer, expert] = free.pop()
-        return Filling(self, placed)
+        pairs = np.array(list(order), np.int64).reshape(-1, 2)
+        numbers, first = np.unique(pairs @ [self.layout.experts, 1], return_index=True)
+        numbers = numbers[np.argsort(first)]
+        numbers = numbers[self.expert_tier.ravel()[numbers] != Tier.SLOT]
+        classes = self.layout.classes_of_layers(numbers // max(1, self.layout.experts))
+        slots = np.full(len(numbers), NOWHERE, np.int64)
+        for size_class, free in enumerate(self._free):
+            coming = np.flatnonzero(classes == size_class)[: len(free)]
+            slots[coming] = sorted(free)[: len(coming)]  # the lowest slot comes first
+        placed = slots != NOWHERE
+        return Filling(self, numbers[placed], slots[placed])
 
     def evict(self, layer: int, expert: int) -> int:
         """Let the tables name the host's copy again; returns the slot, which is draining."""
         if self.expert_tier[layer, expert] != Tier.SLOT:
             raise RuleViolation(9, f"expert {expert} of layer {layer} has no slot")
-        slot = int(np.flatnonzero(self._owner == layer * self.layout.experts + expert)[0])
-        self._evict(layer, expert, slot)
-        return slot
+        slots = np.flatnonzero(self._owner == layer * self.layout.experts + expert)
+        self._evict(slots)
+        return int(slots[0])
 
-    def _evict(self, layer: int, expert: int, slot: int) -> None:
-        """Let the tables name the host's copy of the expert in a slot."""
-        self.addresses[layer, expert] = self._in_place[layer, expert]
-        self.tiers[layer, expert] = Tier.IN_PLACE
-        self._owner[slot] = NOBODY
-        self._draining.add(slot)
-        self._tell("evict", layer, expert, slot)
+    def _evict(self, slots: npt.NDArray[np.int64]) -> None:
+        """Let the tables name the host's copies of the experts in these slots."""
+        if not len(slots):
+            return
+        numbers = self._owner[slots]
+        places = self._where(numbers)
+        self.addresses[places] = self._in_place[places]
+        self.tiers[places] = Tier.IN_PLACE
+        self._owner[slots] = NOBODY
+        self._draining.update(slots.tolist())
+        self._tell("evict", numbers, slots)
 
     def check_integrity(self, covers: Callable[[int, int], bool]) -> None:
         """Raise RuleViolation unless every address in the table is right.
@@ -291,50 +302,59 @@ class ExpertArena:
         layer, expert = divmod(int(self._owner[slot]), self.layout.experts)
         return layer, expert
 
-    def _copy_in(self, expert: tuple[int, int], slot: int) -> None:
-        """Begin to copy a blob to a slot, which must still be free."""
-        self._require_free(slot)
-        source, size = int(self._in_place[expert]), self.layout.blob_bytes[expert[0]]
-        self._driver.copy_async(self._base + self.layout.offset(slot), source, size, self._stream)
+    def _where(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], ...]:
+        """Return where the tables have these experts: layers, and numbers in them."""
+        return np.divmod(numbers, self.layout.experts)
 
-    def _require_free(self, slot: int) -> None:
-        held = self._owner[slot] != NOBODY or slot in self._draining
-        if held or slot >= self.usable_slots:
-            raise RuleViolation(7, f"slot {slot} was taken or lost while an expert came into it")
+    def _copy_in(self, numbers: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> None:
+        """Begin to copy blobs to slots, which must still be free."""
+        self._require_free(slots)
+        places = self._where(numbers)
+        sources, targets = self._in_place[places], self._base + self.layout.offsets(slots)
+        copy, stream, sizes = self._driver.copy_async, self._stream, self.layout.blob_bytes
+        of_each = zip(targets.tolist(), sources.tolist(), places[0].tolist(), strict=True)
+        for target, source, layer in of_each:
+            copy(target, source, sizes[layer], stream)
 
-    def _name(self, placed: Mapping[tuple[int, int], int]) -> None:
+    def _require_free(self, slots: npt.NDArray[np.int64]) -> None:
+        held = slots[(self._owner[slots] != NOBODY) | (slots >= self.usable_slots)].tolist()
+        held += self._draining.intersection(slots.tolist())
+        if held:
+            raise RuleViolation(7, f"slots {held} were taken or lost while experts came into them")
+
+    def _name(self, numbers: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> None:
         """Wait for the copies, then let the tables name them: publication comes last.
 
         Whatever ends this half way, an error or Ctrl-C, leaves none of the experts resident and
         their slots free.
         """
         self._driver.stream_synchronize(self._stream)
-        taken = set(placed.values())
-        free_before = self._free
-        for slot in taken:
-            self._require_free(slot)
+        self._require_free(slots)
+        places, taken, free_before = self._where(numbers), set(slots.tolist()), self._free
         free_after = [[slot for slot in free if slot not in taken] for free in free_before]
         for free in free_after:
             heapq.heapify(free)
         try:
             self._free = free_after
-            for (layer, expert), slot in placed.items():
-                self._owner[slot] = layer * self.layout.experts + expert
-                self.addresses[layer, expert] = self._base + self.layout.offset(slot)
-                self.tiers[layer, expert] = Tier.SLOT
+            self._owner[slots] = numbers
+            self.addresses[places] = self._base + self.layout.offsets(slots)
+            self.tiers[places] = Tier.SLOT
         except BaseException:
-            for (layer, expert), slot in placed.items():
-                self.tiers[layer, expert] = Tier.IN_PLACE
-                self.addresses[layer, expert] = self._in_place[layer, expert]
-                self._owner[slot] = NOBODY
+            self.tiers[places] = Tier.IN_PLACE
+            self.addresses[places] = self._in_place[places]
+            self._owner[slots] = NOBODY
             self._free = free_before
             raise
-        for (layer, expert), slot in placed.items():
-            self._tell("fill", layer, expert, slot)
+        self._tell("fill", numbers, slots)
 
-    def _tell(self, kind: str, layer: int, expert: int, slot: int) -> None:
-        """Announce what became of a slot."""
-        if self._announce is not None:
+    def _tell(
+        self, kind: str, numbers: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
+    ) -> None:
+        """Announce what became of slots."""
+        if self._announce is None:
+            return
+        for number, slot in zip(numbers.tolist(), slots.tolist(), strict=True):
+            layer, expert = divmod(number, self.layout.experts)
             self._announce(
                 {
                     "kind": kind,
@@ -354,25 +374,30 @@ class Filling:
     it, and after an error, none of the experts is resident and their slots are free.
     """
 
-    def __init__(self, arena: ExpertArena, placed: Mapping[tuple[int, int], int]) -> None:
+    def __init__(
+        self, arena: ExpertArena, numbers: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
+    ) -> None:
+        """`numbers` are layer * experts + expert; slots[n] is for numbers[n]."""
         self._arena = arena
-        self._placed = placed
-        sources = [(int(arena.expert_address[expert]), expert) for expert in placed]
-        self._waiting = sorted(sources, reverse=True)  # the lowest address comes first
+        sources = arena.expert_address.ravel()[numbers]
+        order = np.argsort(sources, kind="stable")  # in which the blobs come
+        self._sources, self._numbers, self._slots = sources[order], numbers[order], slots[order]
+        self._begun = 0  # copies
 
     def copy(self, address: int, size: int) -> None:
         """Begin to copy the blobs that lie up to the end of these bytes of the host arena.
 
         The device can read them by now; the bytes of a later call lie behind these.
         """
-        while self._waiting and self._waiting[-1][0] < address + size:
-            _, expert = self._waiting.pop()
-            self._arena._copy_in(expert, self._placed[expert])
+        first, end = self._begun, int(np.searchsorted(self._sources, address + size))
+        self._begun = max(first, end)
+        self._arena._copy_in(self._numbers[first:end], self._slots[first:end])
 
     def finish(self) -> int:
         """Wait for the copies and let the tables name them; returns how many experts came."""
-        if self._waiting:
-            raise AssertionError(f"{len(self._waiting)} blobs were never there")
-        if self._placed:
-            self._arena._name(self._placed)
-        return len(self._placed)
+        count = len(self._numbers)
+        if self._begun < count:
+            raise AssertionError(f"{count - self._begun} blobs were never there")
+        if count:
+            self._arena._name(self._numbers, self._slots)
+        return count

@@ -2,6 +2,7 @@
 
     request                        memory comes from                       memory goes to
     K/V growth                     spare, the system, the arena's end      the K/V
+    K/V growth beside windows      spare, the system                       the K/V
     K/V trim                       the K/V's end                           the arena, the system
     give-back                      spare, the arena's end, the K/V's end   the system
     take-back, peer attach         the system                              the arena
@@ -62,8 +63,12 @@ class Situation:
         return min(self.held.kv, max(live, self.plan.start.kv))
 
 
-def grow_kv(now: Situation, least_blocks: int, wanted_blocks: int) -> Holdings:
+def grow_kv(
+    now: Situation, least_blocks: int, wanted_blocks: int, enough_blocks: int | None = None
+) -> Holdings:
     """Plan room for `wanted_blocks` K/V blocks, or for as many as there can be.
+
+    enough_blocks   for more than these the arena gives nothing; None: for all that are wanted
 
     Raises OutOfDeviceMemory where not even `least_blocks` can be had.
     """
@@ -79,11 +84,22 @@ def grow_kv(now: Situation, least_blocks: int, wanted_blocks: int) -> Holdings:
             possible=possible * plan.chunk_bytes,
         )
     count = max(0, min(wanted, possible) - held.kv)
+    if enough_blocks is not None:
+        enough = max(least, plan.chunks_for_blocks(enough_blocks)) - held.kv
+        count = min(count, max(enough, held.spare + now.obtainable))
     spare = min(count, held.spare)
     from_arena = max(0, count - spare - now.obtainable)
     return replace(
         held, kv=held.kv + count, spare=held.spare - spare, experts=held.experts - from_arena
     )
+
+
+def grow_kv_beside(now: Situation, wanted_blocks: int) -> Holdings:
+    """Plan as much of the room for `wanted_blocks` K/V blocks as nobody has to give."""
+    plan, held = now.plan, now.held
+    limit = min(plan.kv_chunks, now.kv_limit, plan.chunks_for_blocks(wanted_blocks))
+    count = max(0, min(limit - held.kv, held.spare + now.obtainable))
+    return replace(held, kv=held.kv + count, spare=max(0, held.spare - count))
 
 
 def trim_kv(now: Situation, blocks: int) -> Holdings:

@@ -17,6 +17,8 @@ from strata_nb.whole_files import whole_file
 
 MOST_EXPERTS = 1 << 15  # of a layer, that int16 can name
 
+_WRITERS = "generate --routing-trace FILE writes routes of text, tools/make_routes.py makes some"
+
 
 class RoutingTrace:
     """Collect the routes of a model; a token uses `top_k` of the experts of each layer."""
@@ -57,21 +59,64 @@ def load_trace(path: str | os.PathLike[str]) -> npt.NDArray[np.int16]:
         # Mapped, the file must hold what it promises: no memory is asked for on its word.
         mapped = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, OverflowError) as error:
-        raise FileFormatError(path, 0, f"no numpy array: {error}") from None
+        raise FileFormatError(path, 0, f"no numpy array: {error}", hint=_WRITERS) from None
     if mapped.dtype != np.int16 or mapped.ndim != 3:
         found = f"{mapped.dtype} {mapped.shape}"
-        raise FileFormatError(path, 0, f"{found}, a routing trace is int16 (tokens, layers, top-k)")
+        raise FileFormatError(
+            path, 0, f"{found}, a routing trace is int16 (tokens, layers, top-k)", hint=_WRITERS
+        )
     routes = np.array(mapped)
     if not routes.size:
-        raise FileFormatError(path, 0, f"a routing trace of no choices: {routes.shape}")
+        raise FileFormatError(
+            path, 0, f"a routing trace of no choices: {routes.shape}", hint=_WRITERS
+        )
     order = np.sort(routes, axis=2)
     if order.min() < 0 or np.any(order[..., 1:] == order[..., :-1]):
         wrong = (order[..., 0] < 0) | np.any(order[..., 1:] == order[..., :-1], axis=2)
         token, layer = np.argwhere(wrong)[0]
         raise FileFormatError(
-            path, None, f"token {token}, layer {layer}: experts {routes[token, layer].tolist()}"
+            path,
+            None,
+            f"token {token}, layer {layer}: experts {routes[token, layer].tolist()}, which must be "
+            "different numbers from 0",
+            hint=_WRITERS,
         )
     return routes
+
+
+def forced_routes(
+    path: str | os.PathLike[str], layers: int, experts: int, top_k: int, context: int
+) -> npt.NDArray[np.int16]:
+    """Read routes for a model to take in place of its routers': int16 (layers, context, top_k).
+
+    A context of more tokens than the file has begins with the first one again. ConfigError for a
+    file that cannot be read or is of another model, FileFormatError for one that holds no routes.
+    """
+    flag = f"--force-routes {os.fspath(path)}"
+    fitting = f"--layers {layers} --experts {experts} --top-k {top_k}"
+    if not experts:
+        raise ConfigError(f"{flag}: this model has no experts", hint="leave it out")
+    try:
+        routes = load_trace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{flag}: {error.strerror}", hint="check the name and the permissions"
+        ) from None
+    if routes.shape[1:] != (layers, top_k):
+        raise ConfigError(
+            f"{flag}: {routes.shape[2]} experts in each of {routes.shape[1]} layers, where the "
+            f"model uses {top_k} in each of {layers}",
+            hint=f"tools/make_routes.py {fitting} makes routes for it",
+        )
+    if routes.max() >= experts:
+        token, layer, place = np.argwhere(routes >= experts)[0]
+        raise ConfigError(
+            f"{flag}: token {token}, layer {layer}: expert {routes[token, layer, place]}, where "
+            f"the model has {experts}",
+            hint=f"tools/make_routes.py {fitting} makes routes for it",
+        )
+    wanted = np.take(routes, np.arange(context) % len(routes), axis=0)
+    return np.ascontiguousarray(wanted.swapaxes(0, 1))
 
 
 def count_use(routes: npt.NDArray[np.integer], experts: int) -> npt.NDArray[np.int64]:

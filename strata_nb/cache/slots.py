@@ -12,6 +12,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
+Slots = npt.NDArray[np.int64]
 BLOB_ALIGNMENT = 256  # bytes; of every blob, in the host arena and in a slot
 
 _UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
@@ -37,6 +41,8 @@ class SlotLayout:
         self._round_bytes = self._starts[-1]
         self.classes = sorted(set(sizes))  # sizes of slots
         self.class_of_layer = [self.classes.index(size) for size in sizes]
+        self._starts_of_layers = np.array(self._starts[:-1], np.int64)
+        self._classes_of_layers = np.array(self.class_of_layer, np.int64)
 
     def offset(self, slot: int) -> int:
         """Return where a slot begins."""
@@ -46,6 +52,19 @@ class SlotLayout:
     def class_of_slot(self, slot: int) -> int:
         """Return the number of a slot's size class."""
         return self.class_of_layer[slot % self.layers]
+
+    def offsets(self, slots: Slots) -> Slots:
+        """Return where each of many slots begins."""
+        rounds, layers = np.divmod(slots, max(1, self.layers))
+        return rounds * self._round_bytes + self._starts_of_layers[layers]
+
+    def classes_of_slots(self, slots: Slots) -> Slots:
+        """Return the number of the size class of each of many slots."""
+        return self._classes_of_layers[slots % max(1, self.layers)]
+
+    def classes_of_layers(self, layers: Slots) -> Slots:
+        """Return the number of the size class of each of many layers."""
+        return self._classes_of_layers[layers]
 
     def slot_bytes(self, slot: int) -> int:
         return self.classes[self.class_of_slot(slot)]

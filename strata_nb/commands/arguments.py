@@ -237,6 +237,7 @@ def options_from(arguments: Arguments, model: str | None = None) -> Options:
             kv_grow_init=arguments.integer("--kv-grow-init"),
             kv_grow_step=arguments.integer("--kv-grow-step"),
             deterministic=arguments.flag("--deterministic"),
+            overlap=not arguments.flag("--no-overlap"),
             adapt=arguments.text("--adapt"),
             adapt_every=arguments.integer("--adapt-every"),
             adapt_swaps=arguments.integer("--adapt-swaps"),
@@ -244,6 +245,7 @@ def options_from(arguments: Arguments, model: str | None = None) -> Options:
             expert_profile=arguments.path("--expert-profile"),
             expert_profile_save=arguments.path("--expert-profile-save"),
             routing_trace=arguments.path("--routing-trace"),
+            force_routes=arguments.path("--force-routes"),
             trace=arguments.path("--trace"),
         ),
     )

@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from strata_nb.commands.arguments import Arguments, options_from
+from strata_nb.commands.bench_misses import Misses
 from strata_nb.commands.bench_report import Case, Outcome, Run, as_json, as_tables
 from strata_nb.commands.figures import memory_stats
 from strata_nb.commands.opening import open_engine
@@ -54,7 +56,15 @@ def run(arguments: Arguments) -> int:
                 f"--profile: the device {engine.device} has no graphs to look into",
                 hint="--device cuda has",
             )
-        done = Run.of(engine, options_from(arguments), arguments.line, _plain_read(engine))
+        has_slots = engine.describe().slots > 0
+        if not has_slots and any(case.phase for case in cases):
+            raise UnsupportedDevice(
+                f"--cold, --steady: the device {engine.device} has no slots that experts come to",
+                hint="give a device of its own memory: --device cuda, or host:1x512MiB",
+            )
+        read = _measured(engine, engine.plain_read)
+        link = _measured(engine, engine.link_rate) if has_slots else None
+        done = Run.of(engine, options_from(arguments), arguments.line, read, link)
         total = len(cases) * (repetitions + 1)
         with (
             _reported(done, len(cases), _REPORTS[form]),
@@ -112,22 +122,35 @@ class Bench:
                         yield self._outcome(session, case)
 
     def _outcome(self, session: Session, case: Case) -> Outcome:
-        once = self._write if case.writes else self._read
-        samples = []
+        samples, counts = [], []
         for _ in range(1 + self._repetitions):  # the first may grow the K/V, and bring experts
             session.rewind(case.depth)
-            samples.append(once(session, case.tokens))
+            self._prepare(session, case)
+            before = self._engine.describe()
+            samples.append((self._write if case.writes else self._read)(session, case.tokens))
+            counts.append(Misses.between(before, self._engine.describe(), case.tokens))
             self._done()
-        seconds, memory = tuple(samples[1:]), memory_stats(self._engine.describe())
+        report = self._engine.describe()
+        seconds, memory = tuple(samples[1:]), memory_stats(report)
+        misses = reduce(Misses.__add__, counts[1:]) if report.slots else None
         if not case.writes or self._engine.device == REFERENCE:
-            return Outcome(case, seconds, memory)
-        end = case.depth + case.tokens  # cells that the last token sees
-        read_bytes = [self._engine.step_bytes(cells) for cells in (case.depth + 1, end)]
+            return Outcome(case, seconds, memory, misses=misses)
+        end = case.first + case.tokens  # cells that the last token sees
+        read_bytes = [self._engine.step_bytes(cells) for cells in (case.first + 1, end)]
         profile = None
         if self._profiles:
             session.next_logits()  # the last token is read now, in a step that can be repeated
             profile = self._engine.profile(end + 1)
-        return Outcome(case, seconds, memory, sum(read_bytes) // 2, profile)
+        return Outcome(case, seconds, memory, sum(read_bytes) // 2, profile, misses)
+
+    def _prepare(self, session: Session, case: Case) -> None:
+        """Bring session and slots to where a run begins; what is written next reads a token."""
+        if case.phase:
+            self._engine.empty_slots()
+        if case.writes:
+            session.append(*self._ids(1))
+        if case.unmeasured:
+            self._write(session, case.unmeasured)
 
     def _read(self, session: Session, tokens: int) -> float:
         """Return the seconds of reading a prompt."""
@@ -141,7 +164,6 @@ class Bench:
 
         The first step reads a token that was added before.
         """
-        session.append(*self._ids(1))
         started = time.perf_counter()
         generation = session.generate(
             max_tokens=tokens, sampling=Sampling(temperature=0), ignore_eos=True
@@ -171,6 +193,7 @@ def _cases(arguments: Arguments) -> list[Case]:
         )
     ]
     depths, prompts, generated = lists
+    cold, after = (_phase(arguments, flag) for flag in ("--cold", "--steady"))
     cases = [
         Case(writes, tokens, depth)
         for depth in depths
@@ -178,9 +201,28 @@ def _cases(arguments: Arguments) -> list[Case]:
         for tokens in counts
         if tokens
     ]
+    if cold:
+        cases.append(Case(True, cold, 0, "cold"))
+    if after:
+        steady = [Case(True, tokens, 0, "steady", after) for tokens in generated if tokens]
+        if not steady:
+            raise ConfigError(
+                f"--steady {after}: no tokens to write behind them", hint="-n 128, say"
+            )
+        cases += steady
     if not cases:
         raise ConfigError("nothing to measure: no prompt and nothing to write", hint="-n 128, say")
     return cases
+
+
+def _phase(arguments: Arguments, flag: str) -> int:
+    """Return a number of tokens, 0 where the flag is not given."""
+    tokens = arguments.integer(flag)
+    if tokens is None:
+        return 0
+    if not 1 <= tokens <= _MOST_TOKENS:
+        raise ConfigError(f"{flag} {tokens}: not usable", hint="a number of tokens, 1 or more")
+    return tokens
 
 
 def _numbers(arguments: Arguments, flag: str, default: str) -> list[int]:
@@ -207,12 +249,12 @@ def _context(arguments: Arguments, cases: list[Case]) -> int:
     return longest.cells if given is None else given
 
 
-def _plain_read(engine: Engine) -> PlainRead | str:
-    """Return how fast the device's memory is read, or why that is not known."""
+def _measured(engine: Engine, measure: Callable[[], PlainRead]) -> PlainRead | str:
+    """Return how fast the device's memory is read, or copied to, or why that is not known."""
     if engine.device == REFERENCE:
         return "the reference device computes over float32 copies of the weights"
     try:
-        return engine.plain_read()
+        return measure()
     except StrataError as error:
         return error.message
 

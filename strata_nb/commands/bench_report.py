@@ -16,34 +16,47 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import strata_nb
 from strata_nb.commands.provenance import commit, device_name, machine, versions
 from strata_nb.models.description import bytes_text
+from strata_nb.plain_read import PlainRead
 
 if TYPE_CHECKING:
     from strata_nb.card_profile import WindowProfile
+    from strata_nb.commands.bench_misses import Misses
     from strata_nb.engine import Engine
     from strata_nb.options import Options
-    from strata_nb.plain_read import PlainRead
 
 SCHEMA = 1
 
 
 class Case(NamedTuple):
     """Say what is measured: whether tokens are written or a prompt is read, how many, behind how
-    many others."""
+    many others.
+
+    phase        "cold" and "steady" begin with empty slots; "" takes them as they are
+    unmeasured   tokens that are written before those that count
+    """
 
     writes: bool
     tokens: int
     depth: int
+    phase: str = ""
+    unmeasured: int = 0
 
     @property
     def name(self) -> str:
-        """What llama-bench calls it: "tg128 @ d1024"."""
+        """What llama-bench calls it, "tg128 @ d1024", and the phase: "tg64 cold"."""
         behind = f" @ d{self.depth}" if self.depth else ""
-        return f"{'tg' if self.writes else 'pp'}{self.tokens}{behind}"
+        phase = f" {self.phase}" if self.phase else ""
+        return f"{'tg' if self.writes else 'pp'}{self.tokens}{behind}{phase}"
+
+    @property
+    def first(self) -> int:
+        """Cells that are there before what counts."""
+        return self.depth + self.unmeasured
 
     @property
     def cells(self) -> int:
         """Cells of the K/V that it needs: of what is written, one more is there at the start."""
-        return self.depth + self.tokens + self.writes
+        return self.first + self.tokens + self.writes
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,7 @@ class Outcome:
     memory       experts and K/V after the last run, `figures.memory_stats`
     read_bytes   that a step reads, on the average of a run; None where that is not known
     profile      where the time of a step behind it goes; None where nobody asked
+    misses       of all runs; None where there are no slots
     """
 
     case: Case
@@ -61,6 +75,7 @@ class Outcome:
     memory: dict[str, object]
     read_bytes: int | None = None
     profile: WindowProfile | None = None
+    misses: Misses | None = None
 
     @property
     def rates(self) -> list[float]:
@@ -73,16 +88,32 @@ class Outcome:
         return None if self.read_bytes is None else self.read_bytes * median(self.rates)
 
 
+class LinkUse(NamedTuple):
+    """Hold what the median run of a test made of the link; None is not known.
+
+    share            of the rate at which pinned memory is copied
+    share_of_limit   of the tokens a second that there could be if a token took what reading all of
+                     its bytes from the device's memory takes, and on top what reading those that
+                     were missed over the link takes
+    """
+
+    bytes_per_s: float
+    share: float | None
+    share_of_limit: float | None
+
+
 @dataclass(frozen=True)
 class Run:
     """Hold what a run measured so far, and all that it depends on.
 
     read   how fast the device's memory was read in the same run, or why that is not known
+    link   how fast pinned memory was copied there, likewise; None for a device without slots
     """
 
     about: dict[str, Any]
     read: PlainRead | str
     outcomes: list[Outcome]
+    link: PlainRead | str | None = None
 
     @classmethod
     def of(
@@ -91,6 +122,7 @@ class Run:
         options: Options,
         command: str,
         read: PlainRead | str,
+        link: PlainRead | str | None,
     ) -> Run:
         """Take down what the figures depend on."""
         model = engine.description
@@ -113,7 +145,7 @@ class Run:
             "options": _plain(asdict(options)),
             "load_s": engine.load_s,
         }
-        return cls(about, read, [])
+        return cls(about, read, [], link)
 
     def share(self, bytes_per_s: float | None) -> float | None:
         """Return bytes a second as a share of the plain read."""
@@ -121,19 +153,37 @@ class Run:
             return None
         return bytes_per_s / self.read.bytes_per_s
 
+    def link_use(self, outcome: Outcome) -> LinkUse | None:
+        """Return what a test made of the link; None for a device without slots."""
+        if outcome.misses is None:
+            return None
+        per_s = outcome.misses.link_bytes_per_token * median(outcome.rates)
+        if not isinstance(self.link, PlainRead):
+            return LinkUse(per_s, None, None)
+        share_of_limit = None
+        if outcome.read_bytes is not None and isinstance(self.read, PlainRead):
+            resident_s = outcome.read_bytes / self.read.bytes_per_s
+            limit_s = outcome.misses.limit_s(resident_s, self.link.bytes_per_s)
+            share_of_limit = limit_s * median(outcome.rates)
+        return LinkUse(per_s, per_s / self.link.bytes_per_s, share_of_limit)
+
 
 def as_json(run: Run) -> str:
     """Return everything as one JSON object."""
-    read: dict[str, Any] = {"not_measured": run.read}
-    if not isinstance(run.read, str):
-        read = {
-            "bytes_per_s": run.read.bytes_per_s,
-            "size_bytes": run.read.size_bytes,
-            "samples_s": run.read.seconds,
-        }
     results = [_result(run, outcome) for outcome in run.outcomes]
-    content = {"schema": SCHEMA, **run.about, "plain_read": read, "results": results}
+    content = {"schema": SCHEMA, **run.about, "plain_read": _rate(run.read)}
+    content |= {"link": None if run.link is None else _rate(run.link), "results": results}
     return json.dumps(content, indent=2, allow_nan=False)
+
+
+def _rate(read: PlainRead | str) -> dict[str, Any]:
+    if isinstance(read, str):
+        return {"not_measured": read}
+    return {
+        "bytes_per_s": read.bytes_per_s,
+        "size_bytes": read.size_bytes,
+        "samples_s": read.seconds,
+    }
 
 
 def _result(run: Run, outcome: Outcome) -> dict[str, Any]:
@@ -143,6 +193,8 @@ def _result(run: Run, outcome: Outcome) -> dict[str, Any]:
         "n_prompt": 0 if case.writes else case.tokens,
         "n_gen": case.tokens if case.writes else 0,
         "n_depth": case.depth,
+        "phase": case.phase or None,
+        "n_unmeasured": case.unmeasured,
         "avg_ts": fmean(rates),
         "stddev_ts": _deviation(rates),
         "median_ts": median(rates),
@@ -153,8 +205,23 @@ def _result(run: Run, outcome: Outcome) -> dict[str, Any]:
         "bytes_per_token": outcome.read_bytes,
         "bytes_per_s": outcome.bytes_per_s,
         "share_of_plain_read": run.share(outcome.bytes_per_s),
+        "misses": _misses(run, outcome),
         "memory": outcome.memory,
         "profile": None if outcome.profile is None else _profile(run, outcome.profile),
+    }
+
+
+def _misses(run: Run, outcome: Outcome) -> dict[str, Any] | None:
+    misses, use = outcome.misses, run.link_use(outcome)
+    if misses is None or use is None:
+        return None
+    return {
+        **asdict(misses),
+        "hit_rate": misses.hit_rate,
+        "link_bytes_per_token": misses.link_bytes_per_token,
+        "link_bytes_per_s": use.bytes_per_s,
+        "share_of_link": use.share,
+        "share_of_limit": use.share_of_limit,
     }
 
 
@@ -191,6 +258,9 @@ def as_tables(run: Run) -> str:
     about = run.about
     head = ["model", "size", "params", "device", "threads", "test", "t/s"]
     head += ["median", "MB/token", "GB/s", "of plain read"]
+    with_slots = any(outcome.misses is not None for outcome in run.outcomes)
+    if with_slots:
+        head += ["hits", "link MB/token", "of link", "of limit"]
     rows = [
         [
             about["model"],
@@ -204,14 +274,30 @@ def as_tables(run: Run) -> str:
             _scaled(outcome.read_bytes, 1e6),
             _scaled(outcome.bytes_per_s, 1e9),
             _percent(run.share(outcome.bytes_per_s)),
+            *(_link_cells(run, outcome) if with_slots else []),
         ]
         for outcome in run.outcomes
     ]
-    parts = [_table(head, rows, texts=4), "\n".join([_read_line(run.read), _build_line(about)])]
+    lines = [_read_line("plain read", run.read)]
+    if run.link is not None:
+        lines.append(_read_line("link", run.link))
+    parts = [_table(head, rows, texts=4), "\n".join([*lines, _build_line(about)])]
     for outcome in run.outcomes:
         if outcome.profile is not None:
             parts.append(_profile_table(run, outcome, outcome.profile))
     return "\n\n".join(parts)
+
+
+def _link_cells(run: Run, outcome: Outcome) -> list[str]:
+    misses, use = outcome.misses, run.link_use(outcome)
+    if misses is None or use is None:
+        return ["", "", "", ""]
+    return [
+        _percent(misses.hit_rate),
+        _scaled(misses.link_bytes_per_token, 1e6),
+        _percent(use.share),
+        _percent(use.share_of_limit),
+    ]
 
 
 def _profile_table(run: Run, outcome: Outcome, profile: WindowProfile) -> str:
@@ -237,12 +323,12 @@ def _profile_table(run: Run, outcome: Outcome, profile: WindowProfile) -> str:
     return f"{title}\n\n{_table(head, rows, texts=2)}"
 
 
-def _read_line(read: PlainRead | str) -> str:
+def _read_line(name: str, read: PlainRead | str) -> str:
     if isinstance(read, str):
-        return f"plain read: not measured: {read}"
+        return f"{name}: not measured: {read}"
     rates = [read.size_bytes / each / 1e9 for each in read.seconds]
     return (
-        f"plain read: {read.bytes_per_s / 1e9:,.1f} GB/s, the fastest of {len(rates)} over "
+        f"{name}: {read.bytes_per_s / 1e9:,.1f} GB/s, the fastest of {len(rates)} over "
         f"{bytes_text(read.size_bytes)} (median {median(rates):,.1f}, least {min(rates):,.1f})"
     )
 

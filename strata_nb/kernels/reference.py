@@ -144,13 +144,18 @@ def attention(
     return result
 
 
-def router_top_k(logits: Floats, k: int, *, renormalise: bool) -> tuple[Integers, Floats]:
+def router_top_k(
+    logits: Floats, k: int, *, renormalise: bool, forced: Integers | None = None
+) -> tuple[Integers, Floats]:
     """Choose k experts a row from logits (rows, experts): ids and shares, both (rows, k).
 
     The k largest are taken, largest first, equal ones by lower id. A share is the expert's softmax
-    over all experts; with `renormalise` the shares of a row are divided by their sum.
+    over all experts; with `renormalise` the shares of a row are divided by their sum. `forced`
+    (rows, k) are the ids that are chosen in place of the largest.
     """
-    chosen = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
+    chosen = forced
+    if chosen is None:
+        chosen = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
     shares = np.take_along_axis(softmax(logits), chosen, axis=-1)
     if renormalise:
         shares = shares / np.sum(shares, axis=-1, keepdims=True)

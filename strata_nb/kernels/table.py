@@ -7,7 +7,8 @@ of float, so that a launch can be packed once and repeated.
 Buffers. Rows come first and lie one behind the other without gaps: `x` (rows, width) is float32. A
 *packed* buffer holds the same rows quantised for products with quantised weights, in the form of
 the backend. `rows` is the address of a number of rows (int64), because a program is made once for
-all steps: a kernel works on as many rows as that says when it runs. A zero address means "none"
+all steps: a kernel works on as many rows as that says when it runs. The word behind it is 0 when a
+launch begins and when it has ended: in between backends count there. A zero address means "none"
 where the text allows it.
 
 Variants. A kernel that reads weights exists once for each type of weights, one that reads or writes
@@ -99,7 +100,12 @@ _KERNELS = (
     # chosen int64 (rows, top_k) in ascending order of number, shares float32 (rows, top_k): the
     # softmax over all experts, divided by the sum of the chosen where `renormalise` is 1.
     # A row with a logit that is NaN chooses as if that were -infinity, and has shares NaN.
-    _kernel("router_top_k", "*rows *logits *chosen *shares experts top_k renormalise"),
+    # forced int16 (context, top_k), different numbers in each line, or 0: where it is given, row
+    # chooses what line positions[row] says, whatever its logits are; shares as above.
+    _kernel(
+        "router_top_k",
+        "*rows *logits *positions *forced *chosen *shares experts top_k renormalise",
+    ),
     # Sort the choices by expert: starts int64 (experts + 1,), members int64 (rows * top_k,): the
     # choices row * top_k + place of expert e are members[starts[e] : starts[e + 1]], ascending;
     # places (rows * top_k,) is the inverse, where a choice stands in members. Counts them too:

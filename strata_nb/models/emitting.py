@@ -75,8 +75,8 @@ class Emitter:
         self._chosen: list[int] = []
         take = buffers.take
         self._record = StepRecord(
-            take(_WORD),
-            take(_WORD),
+            take(2 * _WORD),
+            take(2 * _WORD),
             take(_WORD * max_rows),
             take(_WORD * max_rows),
             take(_WORD * max_rows),
@@ -285,6 +285,8 @@ class Emitter:
             {
                 **counts,
                 "logits": logits,
+                "positions": self._record.positions,
+                "forced": self._places.experts[layer].forced,
                 "chosen": chosen,
                 "shares": self._buffer("shares", _FLOAT * choices),
                 "renormalise": int(renormalise),

@@ -83,7 +83,8 @@ def forward(
         h = rms_norm(x, w.vector(f"{blk}.ffn_norm.weight"), model.eps)
         if model.experts:
             router = w.linear(h, f"{blk}.ffn_gate_inp")
-            chosen, shares = router_top_k(router, model.top_k, renormalise=True)
+            forced = state.forced(layer, rows)
+            chosen, shares = router_top_k(router, model.top_k, renormalise=True, forced=forced)
             x = x + expert_mixture(h, chosen, shares, w.experts_of(layer))
         else:
             inner = silu_gate(w.linear(h, f"{blk}.ffn_gate"), w.linear(h, f"{blk}.ffn_up"))

@@ -78,7 +78,8 @@ def forward(
 
         h = rms_norm(x, w.vector(f"{blk}.ffn_norm.weight"), model.eps)
         router = w.linear(h, f"{blk}.ffn_gate_inp")
-        chosen, shares = router_top_k(router, model.top_k, renormalise=False)
+        forced = state.forced(layer, rows)
+        chosen, shares = router_top_k(router, model.top_k, renormalise=False, forced=forced)
         x = x + expert_mixture(h, chosen, shares, w.experts_of(layer))
     x = rms_norm(x[wanted], w.vector("output_norm.weight"), model.eps)
     return w.linear(x, "token_embd" if model.tied_head else "output")

@@ -45,6 +45,8 @@ class ExpertPlaces(NamedTuple):
 
     addresses, tier, use   of int64, uint8 and int64 (experts,)
     tally                  of int64 (2,): hits and misses, of all layers
+    forced                 of int16 (context, top_k): the experts that each position uses, whatever
+                           the router says; 0: what it says
     parts                  by the names of `EXPERT_PARTS`
     """
 
@@ -52,6 +54,7 @@ class ExpertPlaces(NamedTuple):
     tier: int
     use: int
     tally: int
+    forced: int
     parts: Mapping[str, ExpertPart]
 
 
@@ -97,7 +100,7 @@ class Buffers:
 class StepRecord(NamedTuple):
     """Say where a step's own numbers are, all int64; the caller writes them before each run.
 
-    rows, wanted   how many rows, and of how many of them logits are wanted
+    rows, wanted   how many rows, and of how many of them logits are wanted; behind each a word 0
     tokens, sequences, positions   of the rows
     wanted_rows    which rows those are
     """

@@ -83,7 +83,8 @@ def forward(
 
         h = rms_norm(x, w.vector(f"{blk}.ffn_norm.weight"), model.eps)
         router = w.linear(h, f"{blk}.ffn_gate_inp")
-        chosen, shares = router_top_k(router, model.top_k, renormalise=False)
+        forced = state.forced(layer, rows)
+        chosen, shares = router_top_k(router, model.top_k, renormalise=False, forced=forced)
         routed = expert_mixture(h, chosen, shares, w.experts_of(layer))
         inner = silu_gate(w.linear(h, f"{blk}.ffn_gate_shexp"), w.linear(h, f"{blk}.ffn_up_shexp"))
         shared = w.linear(inner, f"{blk}.ffn_down_shexp")

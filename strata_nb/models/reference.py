@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from strata_nb.errors import ConfigError
 from strata_nb.kernels.reference import Floats, Integers
@@ -30,7 +31,11 @@ class ReferenceModel:
     description   what the file says about the model
     kept          how much of the weights is kept as float32
     warnings      what will be slow about that, one line each
+    forced        int16 (layers, context, top_k): experts that each position uses, whatever the
+                  routers say; None: what they say. For states that are made from then on
     """
+
+    forced: npt.NDArray[np.int16] | None = None
 
     def __init__(self, description: Description, weights: Weights, forward: Forward) -> None:
         self.description = description
@@ -43,7 +48,7 @@ class ReferenceModel:
         self, ctx_size: int, cache_type_k: str = "f32", cache_type_v: str = "f32"
     ) -> ReferenceState:
         """Return an empty K/V cache for at most `ctx_size` tokens; types: f32, f16, int8."""
-        return ReferenceState(self.description, ctx_size, cache_type_k, cache_type_v)
+        return ReferenceState(self.description, ctx_size, cache_type_k, cache_type_v, self.forced)
 
     def forward(
         self, ids: Sequence[int], state: ReferenceState, want: Literal["all", "last"]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from strata_nb.errors import ConfigError
 from strata_nb.formats import CacheType, cache_type
-from strata_nb.kernels.reference import Floats, dequantise_kv, quantise_kv
+from strata_nb.kernels.reference import Floats, Integers, dequantise_kv, quantise_kv
 from strata_nb.models.description import Description
 
 FIRST_CELLS = 64
@@ -24,8 +24,17 @@ class ReferenceState:
     layers at once. So a forward that is interrupted changes nothing that a later one could see.
     """
 
-    def __init__(self, model: Description, ctx_size: int, type_k: str, type_v: str) -> None:
+    def __init__(
+        self,
+        model: Description,
+        ctx_size: int,
+        type_k: str,
+        type_v: str,
+        routes: npt.NDArray[np.int16] | None = None,
+    ) -> None:
+        """`routes` (layers, ctx_size, top_k): the experts that each position uses."""
         model.check_context(ctx_size)
+        self._routes = routes
         k, v, heads = cache_type(type_k), cache_type(type_v), model.kv_heads
         self.ctx_size = ctx_size
         self.length = 0
@@ -43,6 +52,12 @@ class ReferenceState:
             self._keys[layer].write(self.length, keys.transpose(1, 0, 2), self.ctx_size),
             self._values[layer].write(self.length, values.transpose(1, 0, 2), self.ctx_size),
         )
+
+    def forced(self, layer: int, rows: int) -> Integers | None:
+        """Return the experts (rows, top_k) that new rows use in a layer; None: the router's."""
+        if self._routes is None:
+            return None
+        return self._routes[layer, self.length : self.length + rows].astype(np.int64)
 
     def advance(self, cells: int) -> None:
         """Count cells that have been appended to every layer."""

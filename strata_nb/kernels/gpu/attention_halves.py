@@ -22,7 +22,7 @@ Behind the row's position a score is replaced, and the position's own cell is re
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from strata_nb.formats import BLOCK_CELLS
 from strata_nb.kernels.gpu.exponential import exp
@@ -238,6 +238,44 @@ def _joined(nearest: Any, rest: Any) -> Any:
 # -- the kernel ------------------------------------------------------------------------------------
 
 
+class Source(NamedTuple):
+    """Hold device functions that say where a block has its queries from, and the row's own cell.
+
+    begin   (given, line, position, run, step, thread): what does not wait for the launch in front.
+            Returns the address of the K/V block that this block of threads writes to, 0 for none.
+            line is the sequence's row of the block table; the block's runs are `step` apart
+    query   (given, q, kv_head, block, k_plane, v_plane, position, warp, lane): values 4 * lane ..
+            4 * lane + 3 of a warp's head, whose queries are at q. k_plane and v_plane are where
+            planes begin in a K/V block. All threads take part
+
+    given is what the kernel has for them.
+    """
+
+    begin: Function
+    query: Function
+
+
+def _nothing(_: Any, line: int, position: int, run: int, step: int, thread: int) -> Any:
+    return i64(0)
+
+
+def _as_they_are(key_length: int) -> Source:
+    def query(
+        _: Any,
+        q: int,
+        kv_head: int,
+        block: int,
+        k_plane: int,
+        v_plane: int,
+        position: int,
+        warp: int,
+        lane: int,
+    ) -> Any:
+        return load_4xf32(q + 16 * min(lane, key_length // 4 - 1))
+
+    return Source(_nothing, query)
+
+
 @cache
 def halves_attention_kernel(key_length: int, value_length: int, group: int) -> GpuKernel:
     """Return the kernel `attention` for halves and lengths of heads that `takes` names.
@@ -247,6 +285,68 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
     Grid (tiles of heads, rows, N), 256 threads; see `runs.py` for the work space that it fills.
     Reads 2 * (key_length + value_length) bytes for each cell and K/V head.
     """
+    attend = halves_attention(key_length, value_length, group, _as_they_are(key_length))
+
+    def attention(
+        rows: int,
+        sequences: int,
+        positions: int,
+        q: int,
+        blocks: int,
+        _out: int,
+        work: int,
+        table_width: int,
+        k_offset: int,
+        v_offset: int,
+        heads: int,
+        _kv_heads: int,
+        _key_length: int,
+        _value_length: int,
+        scale: Any,
+    ) -> None:
+        attend(
+            rows,
+            sequences,
+            positions,
+            q,
+            blocks,
+            work,
+            table_width,
+            k_offset,
+            v_offset,
+            heads,
+            scale,
+            (0, 0),
+        )
+
+    name = f"attention_halves_{key_length}_{value_length}_{group}"
+    return attention_kernel_of(name, attention, key_length, value_length, group)
+
+
+def attention_kernel_of(
+    name: str, attention: Function, key_length: int, value_length: int, group: int
+) -> GpuKernel:
+    """Return a kernel that calls `halves_attention`."""
+    attention.__name__ = attention.__qualname__ = name
+    tiles, result_bytes = tiles_of(group), 4 * _TILE * value_length
+    return GpuKernel(
+        name,
+        attention,
+        _THREADS,
+        lambda given, most_rows: grid_of(tiles * given["kv_heads"], given, most_rows, _BLOCKS),
+        lambda _: free_bytes_at(key_length) + max(_SCORE_BYTES, _WARPS * result_bytes),
+        _REGISTERS,
+    )
+
+
+def free_bytes_at(key_length: int) -> int:
+    """Return where shared memory begins that nobody uses before queries are there: 16 KiB."""
+    return _QUERIES + 4 * _TILE * key_length
+
+
+@cache
+def halves_attention(key_length: int, value_length: int, group: int, source: Source) -> Function:
+    """Return the device function that attends: arguments of `attention`, and what source takes."""
     loads, pieces = key_length // 32, value_length // 64
     results = 16 * pieces  # of a lane
     key_words = 4 * loads
@@ -256,8 +356,9 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
     key_bytes, value_bytes = 2 * key_length, 2 * value_length
     key_plane, value_plane = plane_bytes("f16", key_length), plane_bytes("f16", value_length)
     tiles = tiles_of(group)
-    result_bytes = 128 * results  # of a warp
-    scores_at = _QUERIES + 4 * _TILE * key_length
+    result_bytes = 4 * _TILE * value_length  # of a warp
+    scores_at = free_bytes_at(key_length)
+    begin, query_of = source
     value_shift = value_length.bit_length() - 1
     no_scores, no_results = _zeros(8), _zeros(results)
 
@@ -294,22 +395,19 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
         d = cell_of(first, cell + 9, last, addresses, value_bytes)
         return load_values(a + offset, b + offset, c + offset, d + offset)
 
-    def attention(
+    def attend(
         rows: int,
         sequences: int,
         positions: int,
         q: int,
         blocks: int,
-        _out: int,
         work: int,
         table_width: int,
         k_offset: int,
         v_offset: int,
         heads: int,
-        _kv_heads: int,
-        _key_length: int,
-        _value_length: int,
         scale: Any,
+        given: Any,
     ) -> None:
         tile, row, thread = i64(block_x()), i64(block_y()), i64(thread_index())
         run, step = i64(block_z()), i64(blocks_z())
@@ -324,6 +422,7 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
         warp, lane = thread >> 5, thread & 31
         if run <= last_run and lane == 0:
             announce(run, line, position, warp, 0, k_plane, v_plane)
+        own_block = begin(given, line, position, run, step, thread) if run <= last_run else i64(0)
         barrier()
         await_previous()
         if run > last_run:
@@ -335,7 +434,8 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
 
         # A warp has a head, and where there are too few of something the last one again.
         part = min(lane, key_length // 4 - 1)
-        query = load_4xf32(q + 4 * key_length * (first_head + min(warp, used - 1)) + 16 * part)
+        place = q + 4 * key_length * (first_head + min(warp, used - 1))
+        query = query_of(given, place, kv_head, own_block, k_plane, v_plane, position, warp, lane)
         first, addresses, buffer = run << _RUN_SHIFT, i64(_ADDRESSES), i64(0)
         start, last = first + _CHUNK * warp, min(position, first + RUN_CELLS - 1)
         keys = keys_of(first, start, g, last, addresses, k_place)
@@ -428,13 +528,4 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
             start, last = first + _CHUNK * warp, min(position, first + RUN_CELLS - 1)
             keys = keys_of(first, start, g, last, addresses, k_place)
 
-    name = f"attention_halves_{key_length}_{value_length}_{group}"
-    attention.__name__ = attention.__qualname__ = name
-    return GpuKernel(
-        name,
-        attention,
-        _THREADS,
-        lambda given, most_rows: grid_of(tiles * given["kv_heads"], given, most_rows, _BLOCKS),
-        lambda _: scores_at + max(_SCORE_BYTES, _WARPS * result_bytes),
-        _REGISTERS,
-    )
+    return attend

@@ -41,7 +41,7 @@ from strata_nb.kernels.gpu.operations import (
     weights_read,
 )
 
-_WARPS = 8
+WARPS = 8
 _PART = 512  # values
 
 
@@ -50,12 +50,24 @@ def float_linear_kernel(kind: TensorType, values: int) -> GpuKernel:
 
     Its grid is (rows, outputs / 8 * parts), of 256 threads.
     """
-    if values % EIGHT:
-        return _by_ones(kind)
+    return _by_ones(kind) if values % EIGHT else _by_eights(kind, parts_of(values))
+
+
+def parts_of(values: int) -> int:
+    """Return how many warps share the sum of a row of so many values, which are whole eights."""
     parts = 1
-    while parts < _WARPS and _PART * parts < values:
+    while parts < WARPS and _PART * parts < values:
         parts *= 2
-    return _by_eights(kind, parts)
+    return parts
+
+
+def add_eight(total: Any, weights: Any, low: Any, high: Any) -> Any:
+    """Add eight values, four `low` and four `high`, times weights, in ascending order."""
+    a, b, c, d, e, f, g, h = weights
+    xa, xb, xc, xd = low
+    xe, xf, xg, xh = high
+    total = fma(d, xd, fma(c, xc, fma(b, xb, fma(a, xa, total))))
+    return fma(h, xh, fma(g, xg, fma(f, xf, fma(e, xe, total))))
 
 
 def _finish(total: Any, there: Any, before: Any, place: int, bias: int, add: int) -> None:
@@ -70,14 +82,10 @@ def _finish(total: Any, there: Any, before: Any, place: int, bias: int, add: int
 @cache
 def _by_eights(kind: TensorType, parts: int) -> GpuKernel:
     size, _, eight = FLOATS[kind]
-    each, step = _WARPS // parts, EIGHT * WARP * parts
+    each, step = WARPS // parts, EIGHT * WARP * parts
 
-    def add_eight(weights: Any, x: int, total: Any) -> Any:
-        a, b, c, d, e, f, g, h = weights
-        xa, xb, xc, xd = load_4xf32(x)
-        xe, xf, xg, xh = load_4xf32(x + 16)
-        total = fma(d, xd, fma(c, xc, fma(b, xb, fma(a, xa, total))))
-        return fma(h, xh, fma(g, xg, fma(f, xf, fma(e, xe, total))))
+    def further(total: Any, weights: Any, x: int) -> Any:
+        return add_eight(total, weights, load_4xf32(x), load_4xf32(x + 16))
 
     def linear(
         rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
@@ -100,13 +108,13 @@ def _by_eights(kind: TensorType, parts: int) -> GpuKernel:
         if add != 0 and lane == 0:
             there = load_f32(place)
         if value < values:
-            total = add_eight(first, of_row + 4 * value, total)
+            total = further(total, first, of_row + 4 * value)
         value += step
         if value < values:
-            total = add_eight(second, of_row + 4 * value, total)
+            total = further(total, second, of_row + 4 * value)
         value += step
         while value < values:
-            total = add_eight(eight(weights + size * value), of_row + 4 * value, total)
+            total = further(total, eight(weights + size * value), of_row + 4 * value)
             value += step
         total = warp_sum(total)
         if parts > 1:
@@ -126,9 +134,9 @@ def _by_eights(kind: TensorType, parts: int) -> GpuKernel:
     return GpuKernel(
         f"linear_{kind.name}_{parts}".lower(),
         linear,
-        _WARPS * WARP,
+        WARPS * WARP,
         grid,
-        lambda _: 4 * _WARPS,
+        lambda _: 4 * WARPS,
         reads=weights_read(kind),
     )
 
@@ -142,7 +150,7 @@ def _by_ones(kind: TensorType) -> GpuKernel:
         rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
     ) -> None:
         row, thread = i64(block_x()), i64(thread_index())
-        output = _WARPS * i64(block_y()) + (thread >> 5)
+        output = WARPS * i64(block_y()) + (thread >> 5)
         if row >= load_i64(rows) or output >= outputs:
             return
         lane = thread & WARP - 1
@@ -155,8 +163,8 @@ def _by_ones(kind: TensorType) -> GpuKernel:
             _finish(total, there, before, place, bias, add)
 
     def grid(arguments: Arguments, most_rows: int) -> Grid:
-        return outputs_grid(most_rows, arguments["outputs"], _WARPS)
+        return outputs_grid(most_rows, arguments["outputs"], WARPS)
 
     return GpuKernel(
-        f"linear_{kind.name}_odd".lower(), linear, _WARPS * WARP, grid, reads=weights_read(kind)
+        f"linear_{kind.name}_odd".lower(), linear, WARPS * WARP, grid, reads=weights_read(kind)
     )

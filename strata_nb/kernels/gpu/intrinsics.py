@@ -266,6 +266,23 @@ def _shared_add(builder: Any, arguments: list[Any]) -> None:
 shared_add_i64 = Intrinsic("shared_add_i64", "void(i64, i64)", body=_shared_add)
 
 
+def _amd_arrive(builder: Any, arguments: list[Any]) -> Any:
+    place = _global(builder, arguments[0], arguments[1].type)
+    return builder.atomic_rmw("uinc_wrap", place, arguments[1], "acq_rel")
+
+
+# Counts a block that has written its part: adds 1 to an i32, or makes it 0 where it is the second
+# argument, and returns what it was. Behind a barrier one thread of each block calls it, with the
+# number of the other blocks. Who gets that number is the last: behind another barrier its block
+# reads what all of them wrote. And the word is 0 again.
+arrive = Intrinsic(
+    "arrive",
+    "i32(i64, i32)",
+    ptx=("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "=r,l,r,~{memory}"),
+    amdgpu=_amd_arrive,
+)
+
+
 class ConstantTable(Intrinsic):
     """A table of 32-bit words that is part of a kernel's code: called with an index, a word.
 

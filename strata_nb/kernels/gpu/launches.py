@@ -8,7 +8,10 @@ left then becomes the card's kernel for it.
     with_runs        a layer's attention
     with_routes      a layer's routing and experts
     with_shares      a choice of tokens in two launches
+    with_ready_rows  of a single row what attention needs, in the attention
+    with_routers     of a single row what leads to the choice of experts
     with_products    products of a single row
+    with_last_norms  products that finish a single row, and its norm
     with_slices      attention of more rows than a window has
     with_batches     products and experts of more rows than a window has
 """
@@ -18,11 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from strata_nb.kernels.gpu.attention_launches import with_runs
+from strata_nb.kernels.gpu.attention_ready import with_ready_rows
 from strata_nb.kernels.gpu.attention_slices import with_slices
 from strata_nb.kernels.gpu.batches import WINDOW_ROWS, with_batches
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
+from strata_nb.kernels.gpu.last_norm import with_last_norms
 from strata_nb.kernels.gpu.product_launches import with_products
 from strata_nb.kernels.gpu.routed import with_routes
+from strata_nb.kernels.gpu.router import with_routers
 from strata_nb.kernels.gpu.sampling import sample_keys_kernel
 from strata_nb.kernels.program import Launch, Program
 
@@ -34,7 +40,9 @@ def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
         found = list(with_batches(list(with_slices(found, rows)), rows))
     found = list(with_shares(with_routes(found)))
     if rows == 1:
+        found = list(with_routers(list(with_ready_rows(found))))
         found = list(with_products(found))
+        found = list(with_last_norms(found))
     return [one if isinstance(one, CardLaunch) else card_launch(one) for one in found]
 
 

@@ -48,7 +48,6 @@ from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 # (the widest part, threads of its blocks): a head's norm needs no more than a warp.
 _THREADS = ((128, 32), (1024, 256))
 _MOST_THREADS = 1024
-_SMALL = 128  # widths that a warp takes, whoever norms them
 _KEPT = 4  # values of a row that a thread has in registers
 
 
@@ -158,7 +157,7 @@ def rms_norm_kernel(width: int) -> GpuKernel:
     Reads 4 bytes of x and 4 of weight for each value, writes 4 and 1.5.
     """
     holding = threads_that_hold(width)
-    if width > _SMALL and holding:
+    if holding:
         return held_norm_kernel(holding)
     threads = threads_of(width)
     return _rms_norm(threads, width <= _KEPT * threads)

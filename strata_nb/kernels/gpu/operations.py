@@ -21,11 +21,15 @@ from typing import Any, NamedTuple
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.intrinsics import (
+    arrive,
     barrier,
     f32,
+    i32,
     larger_f32,
     shared_load_f32,
+    shared_load_i32,
     shared_store_f32,
+    shared_store_i32,
     shuffle_xor_f32,
     shuffle_xor_i32,
 )
@@ -99,6 +103,9 @@ def weights_read(kind: TensorType) -> Callable[[Arguments, int], int]:
     return lambda arguments, _: arguments["outputs"] * row_bytes(kind, arguments["values"])
 
 
+ARRIVED = 8  # bytes from the number of rows to the word in which a launch counts its blocks
+
+
 # -- in kernels ------------------------------------------------------------------------------------
 
 
@@ -152,3 +159,18 @@ def block_sum(x: Any, thread: Any, warps: Any) -> Any:
         shared_store_f32(4 * (thread >> 5), x)
     barrier()
     return warp_sum(shared_load_f32(4 * lane) if lane < warps else f32(0.0))
+
+
+def is_last(rows: Any, blocks: Any, thread: Any, place: Any) -> Any:
+    """Return whether a block is the last of a launch to come here: it sees what all others wrote.
+
+    rows    address of the number of rows: see `ARRIVED`
+    place   offset of four bytes of shared memory
+
+    All threads of all blocks take part, once in a kernel.
+    """
+    barrier()
+    if thread == 0:
+        shared_store_i32(place, arrive(rows + ARRIVED, i32(blocks - 1)))
+    barrier()
+    return shared_load_i32(place) == blocks - 1

@@ -8,7 +8,7 @@ does it alone (`normalising.py`, `rotation.py`), and so are the bits.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from strata_nb.formats import BLOCK_CELLS
 from strata_nb.kernels.gpu.intrinsics import (
@@ -32,7 +32,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     thread_index,
 )
 from strata_nb.kernels.gpu.normalising import threads_of
-from strata_nb.kernels.gpu.operations import GpuKernel, warp_sum
+from strata_nb.kernels.gpu.operations import Function, GpuKernel, blocks_of, warp_sum
 from strata_nb.kernels.gpu.planes import MOST_LENGTH, plane_bytes
 from strata_nb.kernels.gpu.rotation import STORED_TOGETHER, rotator, store_of
 
@@ -71,6 +71,130 @@ def normed_by_a_warp(length: int) -> bool:
     return threads_of(length) == WARP
 
 
+class Heads(NamedTuple):
+    """Hold device functions of a warp that brings heads to shared memory.
+
+    load   (x, lane): a lane's values of the head at x; all loads are on their way at once
+    keep   (values, place, weights, lane, eps): store them, divided by the root mean square of all
+           and times weights where there are some; both are offsets in shared memory, `weights` -1
+           for none
+    """
+
+    load: Function
+    keep: Function
+
+
+@cache
+def heads_of(length: int) -> Heads:
+    """Return how heads of a length are loaded and kept."""
+    turns = blocks_of(length, WARP)
+    squares, store = _squares(turns, length), _storer(turns, length)
+
+    def keep(values: Any, place: int, weights: int, lane: int, eps: Any) -> None:
+        divisor = f32(1.0)
+        if weights >= 0:
+            mean = warp_sum(squares(values, lane, f32(0.0))) / f32_of_i32(i32(length))
+            divisor = square_root(mean + eps)
+        store(values, lane, place, weights, divisor)
+
+    return Heads(_loader(turns, length), keep)
+
+
+@cache
+def _loader(turns: int, length: int) -> Function:
+    def one(x: int, column: int) -> Any:
+        return (load_f32(x + 4 * min(column, length - 1)),)
+
+    if turns == 1:
+        return one
+    others = _loader(turns - 1, length)
+
+    def several(x: int, column: int) -> Any:
+        return one(x, column) + others(x, column + WARP)
+
+    return several
+
+
+@cache
+def _squares(turns: int, length: int) -> Function:
+    def one(values: Any, column: int, total: Any) -> Any:
+        return fma(values[0], values[0], total) if column < length else total
+
+    if turns == 1:
+        return one
+    others = _squares(turns - 1, length)
+
+    def several(values: Any, column: int, total: Any) -> Any:
+        return others(values[1:], column + WARP, one(values, column, total))
+
+    return several
+
+
+@cache
+def _storer(turns: int, length: int) -> Function:
+    def one(values: Any, column: int, place: int, weights: int, divisor: Any) -> None:
+        if column < length:
+            value = values[0]
+            if weights >= 0:
+                value = value / divisor * shared_load_f32(weights + 4 * column)
+            shared_store_f32(place + 4 * column, value)
+
+    if turns == 1:
+        return one
+    others = _storer(turns - 1, length)
+
+    def several(values: Any, column: int, place: int, weights: int, divisor: Any) -> None:
+        one(values, column, place, weights, divisor)
+        others(values[1:], column + WARP, place, weights, divisor)
+
+    return several
+
+
+@cache
+def key_storer(kind: str, length: int) -> Function:
+    """Return a function (x, cosines, plane, cell, lane, planes, halves): a warp rotates a key in
+    shared memory and stores it as a cell."""
+    store, rotated = store_of(kind, length), rotator(shared_load_f32, shared_load_f32)
+    groups = blocks_of(length, STORED_TOGETHER)
+
+    def store_key(
+        x: int, cosines: int, plane: int, cell: int, lane: int, planes: int, halves: int
+    ) -> None:
+        group = i64(0)
+        while group < groups:
+            number = STORED_TOGETHER * group + lane
+            low = rotated(x, cosines, number, length, planes, halves)
+            high = rotated(x, cosines, number + WARP, length, planes, halves)
+            store(plane, cell, group, lane, low, high)
+            group += 1
+
+    return store_key
+
+
+@cache
+def value_storer(kind: str, length: int) -> Function:
+    """Return a function (x, plane, cell, lane): a warp stores a head of values as a cell."""
+    store, groups = store_of(kind, length), blocks_of(length, STORED_TOGETHER)
+
+    def store_value(x: int, plane: int, cell: int, lane: int) -> None:
+        group = i64(0)
+        while group < groups:
+            number = STORED_TOGETHER * group + lane
+            low = load_f32(x + 4 * min(number, length - 1))
+            high = load_f32(x + 4 * min(number + WARP, length - 1))
+            store(
+                plane,
+                cell,
+                group,
+                lane,
+                low if number < length else f32(0.0),
+                high if number + WARP < length else f32(0.0),
+            )
+            group += 1
+
+    return store_value
+
+
 @cache
 def prepare_kernel(keys: str, values: str, key_length: int, value_length: int) -> GpuKernel:
     """Return the kernel `prepare` for a pair of `CACHE_TYPES` and lengths of heads.
@@ -78,26 +202,11 @@ def prepare_kernel(keys: str, values: str, key_length: int, value_length: int) -
     Grid (heads + 2 * kv_heads, rows), a warp each. Queries are rotated in place, keys and values
     stay as they are.
     """
-    store_key, store_value = store_of(keys, key_length), store_of(values, value_length)
+    load_head, keep_head = heads_of(key_length)
+    store_key = key_storer(keys, key_length)
+    store_value = value_storer(values, value_length)
     rotated = rotator(shared_load_f32, shared_load_f32)
     key_plane, value_plane = plane_bytes(keys, key_length), plane_bytes(values, value_length)
-
-    def load_head(x: int, weight: int, lane: int, eps: Any) -> None:
-        """Bring a head to shared memory, divided by its root mean square where it has weights."""
-        total, column = f32(0.0), lane
-        while column < key_length:
-            value = load_f32(x + 4 * column)
-            shared_store_f32(4 * column, value)
-            total = fma(value, value, total)
-            column += WARP
-        if weight != 0:
-            divisor = square_root(warp_sum(total) / f32_of_i32(i32(key_length)) + eps)
-            column = lane
-            while column < key_length:
-                value = shared_load_f32(4 * column) / divisor
-                shared_store_f32(4 * column, value * shared_load_f32(_WEIGHTS + 4 * column))
-                column += WARP
-        barrier()
 
     def prepare(
         rows: int,
@@ -143,7 +252,8 @@ def prepare_kernel(keys: str, values: str, key_length: int, value_length: int) -
         await_previous()
         if head < heads:
             x = q + 4 * key_length * (row * heads + head)
-            load_head(x, weight, lane, eps)
+            keep_head(load_head(x, lane), 0, _WEIGHTS if weight != 0 else -1, lane, eps)
+            barrier()
             number = lane
             while number < key_length:
                 value = rotated(0, _COSINES, number, key_length, planes, halves)
@@ -151,27 +261,15 @@ def prepare_kernel(keys: str, values: str, key_length: int, value_length: int) -
                 number += WARP
             return
         head -= heads
-        group = i64(0)
         if head < kv_heads:
-            load_head(k + 4 * key_length * (row * kv_heads + head), weight, lane, eps)
-            plane = block + k_offset + key_plane * head
-            while group * STORED_TOGETHER < key_length:
-                number = STORED_TOGETHER * group + lane
-                low = rotated(0, _COSINES, number, key_length, planes, halves)
-                high = rotated(0, _COSINES, number + WARP, key_length, planes, halves)
-                store_key(plane, cell, group, lane, low, high)
-                group += 1
+            x = k + 4 * key_length * (row * kv_heads + head)
+            keep_head(load_head(x, lane), 0, _WEIGHTS if weight != 0 else -1, lane, eps)
+            barrier()
+            store_key(0, _COSINES, block + k_offset + key_plane * head, cell, lane, planes, halves)
             return
         head -= kv_heads
-        plane = block + v_offset + value_plane * head
         x = v + 4 * value_length * (row * kv_heads + head)
-        while group * STORED_TOGETHER < value_length:
-            number = STORED_TOGETHER * group + lane
-            low = load_f32(x + 4 * number) if number < value_length else f32(0.0)
-            number += WARP
-            high = load_f32(x + 4 * number) if number < value_length else f32(0.0)
-            store_value(plane, cell, group, lane, low, high)
-            group += 1
+        store_value(x, block + v_offset + value_plane * head, cell, lane)
 
     name = f"prepare_{keys}_{values}_{key_length}_{value_length}"
     prepare.__name__ = prepare.__qualname__ = name

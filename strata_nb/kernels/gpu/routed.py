@@ -11,7 +11,8 @@ few rows: choice row * top_k + k stays where it is, `starts` and `places` are no
 the place of `members` are the addresses of the experts' blobs.
 
 The arguments of the three are named as those of the table; what `blobs` is says `routing.py`.
-`inner`, `packed` and what `expert_down` reads of them have a row for each choice.
+`inner`, `packed` and what `expert_down` reads of them have a row for each choice. `down_offset`,
+`down_bytes` and `down_share` say what `expert_gate_up` asks for ahead: weights of the next launch.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.card_launch import CardLaunch
-from strata_nb.kernels.gpu.experts import expert_down_kernel, expert_gate_up_kernel
+from strata_nb.kernels.gpu.experts import (
+    expert_down_kernel,
+    expert_gate_up_kernel,
+    share_of_down,
+)
 from strata_nb.kernels.gpu.operations import Arguments, GpuKernel
 from strata_nb.kernels.gpu.routing import route_kernel
 from strata_nb.kernels.program import Launch
@@ -54,12 +60,13 @@ def card_kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> 
 
 CARD_KERNELS = {
     "route": card_kernel(
-        "*rows *logits *tier *addresses *use *tally *chosen *shares *blobs experts top_k "
-        "renormalise",
+        "*rows *logits *positions *forced *tier *addresses *use *tally *chosen *shares *blobs "
+        "experts top_k renormalise",
         lambda _, given: route_kernel(given["experts"], given["top_k"]),
     ),
     "expert_gate_up": card_kernel(
-        "*rows *blobs *x *inner *packed gate_offset up_offset top_k values outputs row_bytes",
+        "*rows *blobs *x *inner *packed gate_offset up_offset top_k values outputs row_bytes "
+        "down_offset down_bytes down_share",
         lambda pair, given: expert_gate_up_kernel(
             pair[0], pair[1], given["values"], given["outputs"]
         ),
@@ -96,12 +103,21 @@ def with_routes(program: Sequence[Launch | CardLaunch]) -> Iterator[Launch | Car
 def _routed(
     router: Launch, group: Launch, gather: Launch, gate_up: Launch, down: Launch
 ) -> Iterator[CardLaunch]:
-    after = {**_named(gate_up), "blobs": _named(group)["members"]}
+    last, kind = _named(down), down.variant
+    assert isinstance(kind, TensorType)  # noqa: S101 - the table says so
+    down_bytes = last["outputs"] * row_bytes(kind, last["values"])
+    after = {
+        **_named(gate_up),
+        "blobs": _named(group)["members"],
+        "down_offset": last["down_offset"],
+        "down_bytes": down_bytes,
+        "down_share": share_of_down(down_bytes, _named(gate_up)["outputs"]),
+    }
     yield CARD_KERNELS["route"].part(
         {**_named(router), **_named(group), **after}, label=router.label
     )
     yield CARD_KERNELS["expert_gate_up"].part(after, gate_up.variant, gate_up.label)
-    yield CARD_KERNELS["expert_down"].part({**after, **_named(down)}, down.variant, down.label)
+    yield CARD_KERNELS["expert_down"].part({**after, **last}, down.variant, down.label)
 
 
 def _named(launch: Launch) -> dict[str, int]:

@@ -33,6 +33,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     i64,
     load_f32,
     load_i64,
+    load_u16,
     shared_load_4xf32,
     shared_load_f32,
     shared_load_i32,
@@ -50,12 +51,17 @@ _MOST_EXPERTS = 1024  # threads of a block
 _MOST_CHOICES = 64
 _INFINITY = math.inf
 
-# Shared memory: the sums of `block_sum`; numbers of the chosen, best first; what the chosen raise,
+# Shared memory: the sums of `block_sum`; numbers of the chosen; what the chosen raise,
 # by ascending number; the largest logit; the logit of every expert, and of none up to whole warps.
 _NUMBERS = 4 * WARP
 _RAISED = _NUMBERS + 4 * _MOST_CHOICES
 _MOST = _RAISED + 4 * _MOST_CHOICES
 _LOGITS = _MOST + 16
+
+
+def route_bytes(threads: int) -> int:
+    """Return how much shared memory `route_row` has for a block of so many threads, from 0 on."""
+    return _LOGITS + 4 * threads
 
 
 def _before(own: Any, logit: Any, last: Any) -> Any:
@@ -94,6 +100,23 @@ def _counted(found: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     return i32(found + (1 if a else 0) + (1 if b else 0) + (1 if c else 0) + (1 if d else 0))
 
 
+def chosen_ids(rank: Any, expert: Any, forced: Any, position: int, top_k: Any) -> Any:
+    """Return the place of an expert among the chosen, or top_k or more: it is none of them.
+
+    rank       how many experts come before it
+    forced     of the table: what a row at a position chooses in place of the best; 0: the best
+    position   address of the row's
+    """
+    if forced == 0:
+        return rank
+    line = forced + 2 * top_k * load_i64(position)
+    found, place = i64(top_k), i64(0)
+    while place < top_k:
+        found = place if i64(load_u16(line + 2 * place)) == expert else found
+        place += 1
+    return found
+
+
 def _place_by_number(number: Any, top_k: Any) -> Any:
     """Return how many of the chosen have a lower number."""
     place, other = i64(0), i64(0)
@@ -111,9 +134,73 @@ def _sum_of_chosen(top_k: Any) -> Any:
     return total
 
 
+def expert_of(thread: Any, experts: Any, addresses: Any, tier: Any) -> Any:
+    """Return where the expert of a thread is, as a word of `blobs`; 0 where there is none.
+
+    It is written between steps, so whoever looks it up need not wait for the launch before.
+    """
+    if thread >= experts:
+        return i64(0)
+    blob = load_i64(addresses + 8 * thread)
+    return blob + (IN_HOST_MEMORY if fetch_u8(tier + thread) != 0 else 0)
+
+
+def route_row(
+    row: Any,
+    blob: Any,
+    logits: Any,
+    positions: Any,
+    forced: Any,
+    use: Any,
+    tally: Any,
+    chosen: Any,
+    shares: Any,
+    blobs: Any,
+    experts: Any,
+    top_k: Any,
+    renormalise: Any,
+) -> None:
+    """Choose the experts of a row, in a block of at least as many threads.
+
+    blob   a thread's, from `expert_of`
+    """
+    thread, lowest = i64(thread_index()), f32(-_INFINITY)
+    is_expert, is_miss = thread < experts, blob & IN_HOST_MEMORY
+    logit = load_f32(logits + 4 * (experts * row + thread)) if is_expert else lowest
+    ranked = logit if logit >= lowest else lowest  # NaN
+    shared_store_f32(_LOGITS + 4 * thread, ranked)
+    barrier()
+    rank = i64(_before(thread, ranked, experts + WARP - 1 & -WARP)) if is_expert else top_k
+    if rank == 0:
+        shared_store_f32(_MOST, ranked)
+    rank = chosen_ids(rank, thread, forced, positions + 8 * row, top_k)
+    is_chosen = rank < top_k
+    if is_chosen:
+        shared_store_i32(_NUMBERS + 4 * rank, i32(thread))
+    barrier()
+    raised = exp(logit - shared_load_f32(_MOST)) if is_expert else f32(0.0)
+    place = i64(0)
+    if is_chosen:
+        place = _place_by_number(i32(thread), top_k)
+        choice = top_k * row + place
+        store_i64(chosen + 8 * choice, thread)
+        store_i64(blobs + 8 * choice, blob)
+        shared_store_f32(_RAISED + 4 * place, raised)
+        add_i64(use + 8 * thread, i64(1))
+        add_i64(tally + 8 * is_miss, i64(1))
+    total = block_sum(raised, thread, experts + WARP - 1 >> 5)
+    if is_chosen:
+        share = raised / total
+        if renormalise != 0:
+            share = share / (_sum_of_chosen(top_k) / total)
+        store_f32(shares + 4 * (top_k * row + place), share)
+
+
 def _route(
     rows: int,
     logits: int,
+    positions: int,
+    forced: int,
     tier: int,
     addresses: int,
     use: int,
@@ -125,42 +212,25 @@ def _route(
     top_k: int,
     renormalise: int,
 ) -> None:
-    row, thread, lowest = i64(block_x()), i64(thread_index()), f32(-_INFINITY)
-    is_expert = thread < experts
-    count = load_i64(rows)
-    # Written between steps, so it need not wait for the launch before.
-    blob = load_i64(addresses + 8 * thread) if is_expert else i64(0)
-    is_miss = i64(fetch_u8(tier + thread)) != 0 if is_expert else False
+    row, count = i64(block_x()), load_i64(rows)
+    blob = expert_of(i64(thread_index()), experts, addresses, tier)
     await_previous()
-    if row >= count:
-        return
-    logit = load_f32(logits + 4 * (experts * row + thread)) if is_expert else lowest
-    ranked = logit if logit >= lowest else lowest  # NaN
-    shared_store_f32(_LOGITS + 4 * thread, ranked)
-    barrier()
-    rank = i64(_before(thread, ranked, experts + WARP - 1 & -WARP)) if is_expert else top_k
-    is_chosen = rank < top_k
-    if is_chosen:
-        shared_store_i32(_NUMBERS + 4 * rank, i32(thread))
-        if rank == 0:
-            shared_store_f32(_MOST, ranked)
-    barrier()
-    raised = exp(logit - shared_load_f32(_MOST)) if is_expert else f32(0.0)
-    place = i64(0)
-    if is_chosen:
-        place = _place_by_number(i32(thread), top_k)
-        choice = top_k * row + place
-        store_i64(chosen + 8 * choice, thread)
-        store_i64(blobs + 8 * choice, blob + (IN_HOST_MEMORY if is_miss else 0))
-        shared_store_f32(_RAISED + 4 * place, raised)
-        add_i64(use + 8 * thread, i64(1))
-        add_i64(tally + (8 if is_miss else 0), i64(1))
-    total = block_sum(raised, thread, experts + WARP - 1 >> 5)
-    if is_chosen:
-        share = raised / total
-        if renormalise != 0:
-            share = share / (_sum_of_chosen(top_k) / total)
-        store_f32(shares + 4 * (top_k * row + place), share)
+    if row < count:
+        route_row(
+            row,
+            blob,
+            logits,
+            positions,
+            forced,
+            use,
+            tally,
+            chosen,
+            shares,
+            blobs,
+            experts,
+            top_k,
+            renormalise,
+        )
 
 
 def _grid(_: Arguments, most_rows: int) -> Grid:
@@ -169,7 +239,7 @@ def _grid(_: Arguments, most_rows: int) -> Grid:
 
 @cache
 def _of_threads(threads: int) -> GpuKernel:
-    shared_bytes = _LOGITS + 4 * threads
+    shared_bytes = route_bytes(threads)
     return GpuKernel(f"route_{threads}", _route, threads, _grid, lambda _: shared_bytes)
 
 

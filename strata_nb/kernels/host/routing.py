@@ -26,7 +26,7 @@ from strata_nb.kernels.host.vectors import (
     no_integers,
     where_less,
 )
-from strata_nb.raw_memory import load_f32, load_i64, load_u8, load_u32, store
+from strata_nb.raw_memory import load_f32, load_i64, load_u8, load_u16, load_u32, store
 
 _LANES = 16
 _LOWEST = np.float32(-np.inf)
@@ -58,6 +58,25 @@ def _choose(logits: int, experts: int, top_k: int, chosen: int, values: int) -> 
             _insert(chosen, values, expert, np.int64(expert), value)
         elif load_f32(values + 4 * (top_k - 1)) < value:
             _insert(chosen, values, top_k - 1, np.int64(expert), value)
+
+
+@inlined
+def _take(logits: int, numbers: int, top_k: int, chosen: int, values: int) -> None:
+    """Write numbers that are given, uint16, and their logits."""
+    for place in range(top_k):
+        expert = np.int64(load_u16(numbers + 2 * place))
+        store(chosen + 8 * place, expert)
+        store(values + 4 * place, load_f32(logits + 4 * expert))
+
+
+@inlined
+def _largest(logits: int, experts: int) -> Any:
+    """Return the largest logit; one that is NaN counts as -infinity."""
+    most = _LOWEST
+    for expert in range(experts):
+        value = load_f32(logits + 4 * expert)
+        most = value if value > most else most
+    return most
 
 
 @inlined
@@ -112,15 +131,21 @@ def router_top_k_kernel() -> HostKernel:
 
     @compiled(SIGNATURE)
     def router_top_k(arguments: int, thread: int, threads: int) -> None:
-        experts, top_k = word(arguments, 4), word(arguments, 5)
-        renormalise = word(arguments, 6)
+        positions, forced = word(arguments, 2), word(arguments, 3)
+        experts, top_k = word(arguments, 6), word(arguments, 7)
+        renormalise = word(arguments, 8)
         first, last = share(load_i64(word(arguments, 0)), 1, thread, threads)
         for row in range(first, last):
             logits = word(arguments, 1) + 4 * experts * row
-            chosen = word(arguments, 2) + 8 * top_k * row
-            values = word(arguments, 3) + 4 * top_k * row
-            _choose(logits, experts, top_k, chosen, values)
-            most = load_f32(values)
+            chosen = word(arguments, 4) + 8 * top_k * row
+            values = word(arguments, 5) + 4 * top_k * row
+            if forced:
+                line = forced + 2 * top_k * load_i64(positions + 8 * row)
+                _take(logits, line, top_k, chosen, values)
+                most = _largest(logits, experts)
+            else:
+                _choose(logits, experts, top_k, chosen, values)
+                most = load_f32(values)
             _sort_by_number(chosen, values, top_k)
             total = _sum_of_exponentials(logits, experts, most)
             _share_out(values, top_k, most, total, renormalise)
