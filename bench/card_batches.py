@@ -38,6 +38,7 @@ from card_graphs import REPLAYS, TimedGraph, spread, store  # noqa: E402
 from random_blocks import random_blocks  # noqa: E402
 
 from strata_nb import backend, cpu  # noqa: E402
+from strata_nb.cache.filling import new_plans  # noqa: E402
 from strata_nb.card_backend import CardBackend  # noqa: E402
 from strata_nb.errors import UnsupportedDevice  # noqa: E402
 from strata_nb.formats import TensorType, block_layout  # noqa: E402
@@ -231,6 +232,9 @@ class Layer:
             "rows": memory.copy(np.array([rows])),
             "logits": memory.copy(rng.standard_normal((rows, self.experts)).astype(np.float32)),
             "tier": memory.copy(np.zeros(self.experts, np.uint8)),
+            "homes": memory.copy(np.zeros(self.experts, np.int64)),
+            "seen": memory.copy(np.zeros(self.experts, np.int64)),
+            "plan": memory.copy(new_plans(1, self.experts).view(np.uint8)),
             "use": memory.copy(np.zeros(self.experts, np.int64)),
             "tally": memory.copy(np.zeros(2, np.int64)),
             "addresses": memory.copy(blobs + blob.size * np.arange(self.experts)),

@@ -47,11 +47,10 @@ class Flights(Protocol):
         self,
         program: Any,
         rows: int,
-        address: int,
-        sent: NDArray[np.uint8],
+        sent: Sequence[tuple[int, NDArray[np.uint8]]],
         fetched: Sequence[tuple[int, int]],
     ) -> Any:
-        """Send bytes to an address, run a program, and begin to fetch (address, bytes) behind it.
+        """Send bytes to addresses, run a program, and begin to fetch (address, bytes) behind it.
 
         Returns what `land` is given. Nothing waits, and `sent` may be changed at once. Sizes are
         multiples of 8 bytes.
@@ -80,6 +79,7 @@ class Backend(Protocol[Prepared]):
     overlaps    whether kernels begin while the one in front of them ends; may be turned off before
                 programs are prepared
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
+    fills       whether programs give missed experts slots (`cache/filling.py`); else the host does
     attends_in_runs   whether attention needs work space for runs of cells (`kernels/runs.py`)
     outside_bytes   of the device that the ledger leaves alone: its driver needs them for itself
     reserve_bytes   of the device that stay free for others where nothing else is asked for
@@ -115,6 +115,9 @@ class Backend(Protocol[Prepared]):
 
     @property
     def chooses_tokens(self) -> bool: ...
+
+    @property
+    def fills(self) -> bool: ...
 
     @property
     def attends_in_runs(self) -> bool: ...
@@ -208,7 +211,7 @@ class HostBackend:
 
     device = 0
     of_host, most_rows = True, None
-    chooses_tokens = attends_in_runs = batches_apart = False
+    chooses_tokens = attends_in_runs = batches_apart = fills = False
     gathers_rows = True
     outside_bytes = reserve_bytes = 0
     overlaps = False

@@ -126,7 +126,7 @@ class CardBackend:
 
     overlaps = True  # kernels begin while the one in front of them ends, on cards that can
     has_slots, of_host, most_rows = True, False, MOST_ROWS
-    chooses_tokens = attends_in_runs = batches_apart = True
+    chooses_tokens = attends_in_runs = batches_apart = fills = True
     gathers_rows = False
     outside_bytes, reserve_bytes = OUTSIDE_BYTES, RESERVE_BYTES
 

@@ -1,6 +1,6 @@
 """Begin windows on a card and take their results later, so that two are under way at a time.
 
-All of a window is work of one stream: a copy to the card, a graph, copies back, and an event behind
+All of a window is work of one stream: copies to the card, a graph, copies back, and an event behind
 them. The host waits for the event alone, and meanwhile the next window may be on its way.
 
     stream   | send n | graph n | fetch n | event n | send n+1 | graph n+1 | ...
@@ -65,11 +65,10 @@ class CardFlights:
         self,
         program: Any,
         rows: int,
-        address: int,
-        sent: NDArray[np.uint8],
+        sent: Sequence[tuple[int, NDArray[np.uint8]]],
         fetched: Sequence[tuple[int, int]],
     ) -> CardFlight:
-        """Send bytes to an address, run a program, and begin to fetch (address, bytes) behind it.
+        """Send bytes to addresses, run a program, and begin to fetch (address, bytes) behind it.
 
         Nothing waits. Sizes are multiples of 8 bytes.
         """
@@ -78,8 +77,11 @@ class CardFlights:
             driver.event_synchronize(flight.event)
         self._next, self._other = self._other, flight
         flight.has_landed = False
-        flight.sent[: len(sent)] = sent
-        driver.copy_async(address, flight.sent_address, len(sent), stream)
+        place = 0
+        for address, data in sent:
+            flight.sent[place : place + len(data)] = data
+            driver.copy_async(address, flight.sent_address + place, len(data), stream)
+            place += len(data)
         self._run(program, rows)
         place = flight.fetched_address
         for source, size in fetched:

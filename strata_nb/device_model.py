@@ -17,7 +17,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,8 +37,10 @@ from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_pro
 from strata_nb.cache.residency import Residency
 from strata_nb.cache.routing import RoutingTrace, forced_routes
 from strata_nb.cache.slots import SlotLayout
+from strata_nb.device_filling import DeviceFilling, FillingPlaces
 from strata_nb.device_steps import DeviceSteps, SharedCounts
 from strata_nb.errors import ConfigError, DeviceLost
+from strata_nb.fill_plans import plan_type
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
@@ -114,6 +115,7 @@ class DeviceModel:
         self._forgotten: deque[int] = deque()
         self._process = os.getpid()
         self._turn = threading.RLock()  # of the thread that runs a step, or changes sequences
+        self._filling_places: FillingPlaces | None = None
         self._trace: RoutingTrace | None = None
         self._forced: npt.NDArray[np.int16] | None = None  # (layers, context, top_k)
         self._prior: Profile | None = None
@@ -235,7 +237,9 @@ class DeviceModel:
         ranks = np.full(host.offsets.shape, -1, np.int32)
         if self._prior is not None:
             ranks = self._prior.ranks()
-        self._residency = Residency(self.arena, ranks, policy_maker(options), say=say)
+        self._residency = Residency(
+            self.arena, ranks, policy_maker(options), say=say, device_fills=backend.fills
+        )
         self.ledger.heat = self._residency.heat
         self._steps = DeviceSteps(
             backend,
@@ -246,6 +250,7 @@ class DeviceModel:
             self.arena,
             self._elastic,
             self._residency,
+            DeviceFilling(backend, self.arena, self._residency, self._filling_places),
             self._trace,
             None if self._announce is None else self._tell_step,
             vocabulary=model.vocab_size,
@@ -309,11 +314,18 @@ class DeviceModel:
         )
         experts: list[ExpertPlaces] = []
         if sizes.experts is not None:
+            count = model.experts
             addresses = tiers = use = tally = 0
+            plan_bytes = plan_type(count).itemsize
+            filling = FillingPlaces(0, 0, 0, 0)
+            if self._backend.fills:
+                homes, seen = (buffers.take(8 * count * model.layers) for _ in range(2))
+                filling = FillingPlaces(0, homes, seen, buffers.take(plan_bytes * model.layers))
             if placed:
                 addresses, tiers = share(self.arena.addresses), share(self.arena.tiers)
                 use, tally = self._counts.use_address, self._counts.tally_address
-            count = model.experts
+                if self._backend.fills:
+                    self._filling_places = filling._replace(addresses=addresses)
             experts = [
                 ExpertPlaces(
                     addresses + 8 * count * layer,
@@ -322,6 +334,7 @@ class DeviceModel:
                     tally,
                     forced + layer_bytes * layer,
                     sizes.experts.parts[layer],
+                    *filling.of_layer(layer, count),
                 )
                 for layer in range(model.layers)
             ]
@@ -441,6 +454,7 @@ class DeviceModel:
             resident=arena.resident,
             hits=hits,
             misses=misses,
+            filled=arena.filled,
         )
 
     def _tell(self, kind: str, **fields: object) -> None:
@@ -478,6 +492,7 @@ class DeviceModel:
         """
         with self._turn:
             self._settle()
+            self._steps.silence()
             programs = [self._programs.body, self._programs.head, self._programs.choice]
             kv_layer_bytes = cells * self.kv.layout.layer_bytes // BLOCK_CELLS
             return self._backend.profile(programs, 1, kv_layer_bytes)
@@ -510,9 +525,8 @@ class DeviceModel:
             owners,
         )
         hits, misses = self.arena.tally.tolist()
-        moved, missed_bytes = self._residency, 0
-        if self._backend.has_slots and misses:
-            missed_bytes = round(misses * fmean(self.arena.layout.blob_bytes))
+        moved = self._residency
+        missed_bytes = moved.missed_bytes if self._backend.has_slots else 0
         return ModelReport(
             (device,),
             hits,
@@ -520,7 +534,8 @@ class DeviceModel:
             moved.inserted,
             moved.inserted_bytes,
             missed_bytes,
-            missed_bytes + moved.inserted_bytes,
+            missed_bytes + moved.copied_bytes,
+            self.arena.filled,
         )
 
     def look(self) -> Look:

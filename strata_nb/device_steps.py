@@ -32,6 +32,7 @@ from strata_nb.cache.kv import KVCache
 from strata_nb.cache.policy import Moves
 from strata_nb.cache.residency import Residency
 from strata_nb.cache.routing import RoutingTrace
+from strata_nb.device_filling import DeviceFilling
 from strata_nb.device_heads import Heads
 from strata_nb.device_readers import Reader
 from strata_nb.device_windows import Counts, Fetched, Landed, Window, Windows
@@ -72,6 +73,7 @@ class DeviceSteps:
         arena: ExpertArena,
         elastic: ElasticKV | None,
         residency: Residency,
+        filling: DeviceFilling,
         trace: RoutingTrace | None,
         told: Callable[[int], None] | None,
         *,
@@ -80,7 +82,8 @@ class DeviceSteps:
     ) -> None:
         self._backend, self._programs, self._counts = backend, programs, counts
         self._kv, self._arena, self._elastic = kv, arena, elastic
-        self._residency, self._trace, self._told = residency, trace, told
+        self._residency, self._filling = residency, filling
+        self._trace, self._told = trace, told
         wanted = [programs.body, programs.head, programs.choice]
         if backend.chooses_tokens:
             wanted.append(programs.window)
@@ -103,10 +106,12 @@ class DeviceSteps:
             self._counts.use.array.size,
             self._counts.tally_address,
             self._counts.tally.array.size,
+            self._filling.addresses,
         )
         words = self._few.route_words
         flights = self._backend.flights(
-            Windows.most_sent(self._few.record), Windows.most_fetched(counts, words)
+            Windows.most_sent(self._few.record, self._filling.most_sent),
+            Windows.most_fetched(counts, words),
         )
         if flights is None:
             raise AssertionError("a device that draws tokens has flights")
@@ -134,7 +139,8 @@ class DeviceSteps:
 
     def settle(self) -> None:
         """Let nothing be in flight, and let tables say what there is: then memory may be moved."""
-        if self._ahead is None and not self._has_flown and self._moves is None:
+        is_still = self._ahead is None and not self._has_flown and self._moves is None
+        if is_still and not self._filling.is_behind:
             return
         with interrupts_later():
             ahead, self._ahead = self._ahead, None
@@ -144,6 +150,7 @@ class DeviceSteps:
                 self._has_flown = False
                 if ahead is not None:
                     self._uncount(len(ahead.sequences))
+                self._filling.find()
             finally:
                 if ahead is not None:
                     for sequence in ahead.sequences:
@@ -164,6 +171,10 @@ class DeviceSteps:
         """
         self._last = ()
 
+    def silence(self) -> None:
+        """Let no expert come to a slot in runs that are no steps."""
+        self._filling.silence()
+
     def chosen(self, rows: int) -> npt.NDArray[np.int64]:
         """Return the experts that the rows of the step begun last used: (rows, layers, top_k)."""
         return self._latest.chosen(rows)
@@ -172,9 +183,10 @@ class DeviceSteps:
 
     def _asked_for(self, rows: Sequence[Row], how: Sequence[Choice]) -> Window | None:
         """Return the window in flight if it is this one; else there is none in flight."""
-        if self._ahead is None or self._ahead.is_of(rows, how):
+        if self._ahead is not None and self._ahead.is_of(rows, how):
             return self._ahead
-        self.settle()
+        if self._ahead is not None or self._filling.is_behind:
+            self.settle()
         return None
 
     def _window(
@@ -196,6 +208,7 @@ class DeviceSteps:
             return self._refused(now, rows, how)
         for sequence in now.sequences:
             self._kv.advance(sequence, 1)
+        self._filling.landed(landed.addresses)
         if self._moves is not None:  # nothing is in flight
             moves, self._moves = self._moves, None
             self._residency.carry_out(moves)
@@ -226,7 +239,8 @@ class DeviceSteps:
             positions.append(lengths[row.sequence])
             lengths[row.sequence] += 1
         self._has_flown, self._latest = True, self._few
-        return windows.begin(rows, how, positions, self._fetched())
+        beside, fetched = self._filling.begin(), self._fetched()
+        return windows.begin(rows, how, positions, fetched, beside)
 
     def _begin_ahead(
         self, windows: Windows, now: Window, how: Sequence[Choice], unread: int
@@ -254,26 +268,33 @@ class DeviceSteps:
                 return
         for sequence in sequences:
             kv.extend(sequence, cells)
+        if not windows.can_follow(now, how):
+            return
         positions = [kv.length(sequence) + unread for sequence in sequences]
         self._has_flown = True
-        self._ahead = windows.begin_behind(now, how, positions, self._fetched())
+        beside, fetched = self._filling.begin(), self._fetched()
+        self._ahead = windows.begin_behind(now, how, positions, fetched, beside)
 
     def _fetched(self) -> Fetched:
         """Say what a window that begins now shall bring beside its tokens."""
         moving = self._arena.usable_slots > 0 and not self._arena.is_complete
-        return Fetched(moving or self._told is not None, self._trace is not None)
+        return Fetched(
+            moving or self._told is not None,
+            self._trace is not None,
+            moving and self._filling.addresses != 0,
+        )
 
     def _follow(self, landed: Landed, rows: int) -> None:
         """Tell policies of a window, and do what they want now or behind the window in flight."""
         if landed.use is not None and landed.tally is not None:
             self._counts.use.receive().reshape(-1)[:] = landed.use
             self._counts.tally.receive()[:] = landed.tally
-        if not self._arena.usable_slots:
-            return
-        if landed.use is None or self._arena.is_complete:
-            self._residency.pass_over(rows)
-            return
-        moves = self._residency.decide(rows)
+        moves = Moves([], [])
+        if self._arena.usable_slots:
+            if landed.use is None or self._arena.is_complete:
+                self._residency.pass_over(rows)
+            else:
+                moves = self._residency.decide(rows)
         if self._ahead is None:
             self._residency.carry_out(moves)
         elif moves.evicted or moves.inserted:
@@ -283,6 +304,7 @@ class DeviceSteps:
         """Read rows again whose logits gave no token: the host says why."""
         self._backend.wait()
         self._ahead = None
+        self._filling.find()
         for sequence in now.sequences:
             self._kv.rewind(sequence, self._kv.length(sequence))
         return self._whole_step(rows, lambda heads, wanted: heads.tokens(wanted, how))
@@ -335,12 +357,17 @@ class DeviceSteps:
             self._kv.extend(sequence, cells)
         reader = self._few if len(rows) <= WINDOW_ROWS else self._many
         self._latest = reader
+        planned = self._filling.begin() if reader is self._few else None
+        if planned is not None:
+            self._backend.send(*planned)
         by_layer = len(rows) > WINDOW_ROWS and not self._backend.batches_apart
         reader.read(rows, lengths, by_layer=by_layer)
         result = head(reader.heads, [n for n, row in enumerate(rows) if row.wants_logits])
         self._backend.wait()
+        was_complete = self._arena.is_complete
+        self._filling.find(is_counted=True)
         if self._arena.usable_slots:
-            if self._arena.is_complete:
+            if was_complete:
                 self._residency.pass_over(len(rows))
             else:
                 self._residency.after(len(rows))
@@ -360,8 +387,11 @@ class DeviceSteps:
         What experts were used for it stays counted: policies take no step for more than its rows.
         """
         self._ahead = self._moves = None
-        with suppress(StrataError):  # what failed first is what is told
+        try:
             self._backend.wait()  # what was begun may still use what is moved or freed next
             self._has_flown = False
+            self._filling.find_after_failure()
+        except StrataError:  # what failed first is what is told
+            self._filling.lose()
         for sequence, length in before.items():
             self._kv.rewind(sequence, length)  # the room that it got is free again

@@ -26,21 +26,29 @@ from strata_nb.steps import WINDOW_ROWS, Row
 
 _WORD = 8  # bytes
 
+Sent = tuple[int, npt.NDArray[np.uint8]]  # an address, and what is sent there
+
 
 class Fetched(NamedTuple):
-    """Say what is fetched with a window's tokens: use and tally of experts, the routes."""
+    """Say what is fetched with a window's tokens: use and tally of experts, the routes, and the
+    addresses of experts, where the window may change them."""
 
     counts: bool
     routes: bool
+    addresses: bool = False
 
 
 class Counts(NamedTuple):
-    """Say where a device counts the use of experts: addresses, and words."""
+    """Say where a device counts the use of experts: addresses, and words.
+
+    addresses   where it has those of the experts, as many words as of `use`; 0: never fetched
+    """
 
     use: int
     use_words: int
     tally: int
     tally_words: int
+    addresses: int = 0
 
 
 @dataclass(slots=True)
@@ -74,12 +82,14 @@ class Landed(NamedTuple):
     tokens   drawn, -1 where that was not possible
     use, tally   of all windows up to this one; None where they were not fetched
     routes       int64 words as `Programs.chosen` has them, from the first layer's; likewise
+    addresses    int64, of all experts behind this window; likewise
     """
 
     tokens: list[int]
     use: npt.NDArray[np.int64] | None
     tally: npt.NDArray[np.int64] | None
     routes: npt.NDArray[np.int64] | None
+    addresses: npt.NDArray[np.int64] | None = None
 
 
 class Windows:
@@ -103,14 +113,14 @@ class Windows:
         self._programs, self._counts, self._route_words = programs, counts, route_words
 
     @staticmethod
-    def most_sent(record: Record) -> int:
-        """Return the most bytes that a window sends."""
-        return len(record.memory)
+    def most_sent(record: Record, beside: int) -> int:
+        """Return the most bytes that a window sends, with so many beside its record."""
+        return len(record.memory) + beside
 
     @staticmethod
     def most_fetched(counts: Counts, route_words: int) -> int:
         """Return the most bytes that a window fetches."""
-        words = WINDOW_ROWS + route_words + counts.use_words + counts.tally_words
+        words = WINDOW_ROWS + route_words + 2 * counts.use_words + counts.tally_words
         return _WORD * words
 
     def can_draw(self, rows: Sequence[Row], how: Sequence[Choice]) -> bool:
@@ -130,23 +140,34 @@ class Windows:
         how: Sequence[Choice],
         positions: Sequence[int],
         fetched: Fetched,
+        beside: Sent | None = None,
     ) -> Window:
-        """Begin the window that `can_draw` was just asked about."""
+        """Begin the window that `can_draw` was just asked about.
+
+        beside   what is sent with its record: an address, and bytes
+        """
         sequences = tuple(row.sequence for row in rows)
         self._record.write_window([row.token for row in rows], sequences, positions)
-        return Window(sequences, how, list(rows), fetched, self._begin(len(rows), fetched))
+        return Window(sequences, how, list(rows), fetched, self._begin(len(rows), fetched, beside))
+
+    def can_follow(self, now: Window, how: Sequence[Choice]) -> bool:
+        """Return whether the window behind `now` can draw; the choices are in the record then."""
+        return write_choices(self._record.choices[: len(now.sequences)], how)
 
     def begin_behind(
-        self, now: Window, how: Sequence[Choice], positions: Sequence[int], fetched: Fetched
-    ) -> Window | None:
-        """Begin the window that reads what `now` draws; None where the choices have no room."""
+        self,
+        now: Window,
+        how: Sequence[Choice],
+        positions: Sequence[int],
+        fetched: Fetched,
+        beside: Sent | None = None,
+    ) -> Window:
+        """Begin the window that reads what `now` draws, of which `can_follow` was just asked."""
         count = len(now.sequences)
-        if not write_choices(self._record.choices[:count], how):
-            return None
         self._record.write_window(range(-1, -1 - count, -1), now.sequences, positions)
-        return Window(now.sequences, how, None, fetched, self._begin(count, fetched))
+        return Window(now.sequences, how, None, fetched, self._begin(count, fetched, beside))
 
-    def _begin(self, rows: int, fetched: Fetched) -> Any:
+    def _begin(self, rows: int, fetched: Fetched, beside: Sent | None) -> Any:
         record, counts, programs = self._record, self._counts, self._programs
         size = record.choices_offset + used_bytes(record.choices[:rows])
         wanted = [(programs.drawn, _WORD * rows)]
@@ -155,21 +176,30 @@ class Windows:
         if fetched.counts:
             wanted.append((counts.use, _WORD * counts.use_words))
             wanted.append((counts.tally, _WORD * counts.tally_words))
-        return self._flights.begin(
-            self._program, rows, record.address, record.memory[:size], wanted
-        )
+        if fetched.addresses:
+            wanted.append((counts.addresses, _WORD * counts.use_words))
+        sent = [(record.address, record.memory[:size])]
+        if beside is not None:
+            sent.append(beside)
+        return self._flights.begin(self._program, rows, sent, wanted)
 
     def land(self, window: Window) -> Landed:
         """Wait for a window; what it has brought stays until the one after the next begins."""
-        words, (counts, routes) = self._flights.land(window.flight), window.fetched
-        count = len(window.sequences)
-        tokens: list[int] = words[:count].tolist()
-        if not counts and not routes:
-            return Landed(tokens, None, None, None)
-        route_words = self._route_words if routes else 0
-        use_words, tally_words = self._counts.use_words, self._counts.tally_words
-        ends = np.cumsum([count, route_words, use_words, tally_words]).tolist()
-        chosen, use, tally = (words[start:end] for start, end in pairwise(ends))
+        words, fetched = self._flights.land(window.flight), window.fetched
+        count, counts = len(window.sequences), self._counts
+        sizes = [
+            count,
+            self._route_words if fetched.routes else 0,
+            counts.use_words if fetched.counts else 0,
+            counts.tally_words if fetched.counts else 0,
+            counts.use_words if fetched.addresses else 0,
+        ]
+        ends = np.cumsum(sizes).tolist()
+        chosen, use, tally, addresses = (words[start:end] for start, end in pairwise(ends))
         return Landed(
-            tokens, use if counts else None, tally if counts else None, chosen if routes else None
+            words[:count].tolist(),
+            use if fetched.counts else None,
+            tally if fetched.counts else None,
+            chosen if fetched.routes else None,
+            addresses if fetched.addresses else None,
         )

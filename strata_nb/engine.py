@@ -53,9 +53,10 @@ class Report:
     hit_rate          share of the choices of experts that found a slot; None before the first
                       choice, and where there are no slots
     hits, misses      of these choices, also where there are no slots: then all are misses
-    inserted, inserted_bytes   experts that were copied to slots since the start, and their bytes
-    missed_bytes      of the experts that misses read; where they differ in size, by their mean
+    inserted, inserted_bytes   experts that came to slots since the start, and their bytes
+    missed_bytes      of the experts that misses read
     link_bytes        that devices took from host memory for experts: by misses, and by copies
+    filled            missed experts that a card brought to slots itself, on their way
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the devices' memory
     """
@@ -70,6 +71,7 @@ class Report:
     inserted_bytes: int
     missed_bytes: int
     link_bytes: int
+    filled: int
     kv_cells: int
     bytes_by_owner: dict[str, int]
 
@@ -316,6 +318,7 @@ class Engine:
             report.inserted_bytes,
             report.missed_bytes,
             report.link_bytes,
+            report.filled,
             sum(device.kv_cells for device in report.devices),
             owners,
         )

@@ -75,9 +75,10 @@ class ModelReport(NamedTuple):
 
     hits     choices of an expert that found it in a slot
     misses   choices that found it in host memory
-    inserted, inserted_bytes   experts that were copied to slots since the start, and their bytes
-    missed_bytes    of the experts that misses read; where they differ in size, by their mean
+    inserted, inserted_bytes   experts that came to slots since the start, and their bytes
+    missed_bytes    of the experts that misses read
     link_bytes      that the device took from host memory for experts: by misses, and by copies
+    filled          missed experts that a device brought to slots itself, on their way
     """
 
     devices: tuple[DeviceReport, ...]
@@ -87,6 +88,7 @@ class ModelReport(NamedTuple):
     inserted_bytes: int
     missed_bytes: int
     link_bytes: int
+    filled: int
 
 
 class StepModel(Protocol):
@@ -239,7 +241,7 @@ class ReferenceSteps:
             raise
 
     def report(self) -> ModelReport:
-        return ModelReport((), 0, 0, 0, 0, 0, 0)
+        return ModelReport((), 0, 0, 0, 0, 0, 0, 0)
 
     def close(self) -> None:
         with self._turn:

@@ -140,11 +140,11 @@ class DrawingBackend(HostBackend):
         self,
         program: Any,
         rows: int,
-        address: int,
-        sent: NDArray[np.uint8],
+        sent: Sequence[tuple[int, NDArray[np.uint8]]],
         fetched: Sequence[tuple[int, int]],
     ) -> Flight:
-        self._send_later(address, sent)
+        for address, data in sent:
+            self._send_later(address, data)
         self.run(program, rows)
         flight = Flight()
 

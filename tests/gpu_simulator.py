@@ -5,6 +5,8 @@ shuffle for its warp. What a card would do silently wrong is an error here:
 
     an address outside the arrays that were named, or a write to one that is read only
     a `fetch_...`, which may see old bytes, of an array that the kernel writes
+    a `fetch_...` of what the launch in front wrote, or a `load_...` before `await_previous`
+    a `load_...` of what another block of the launch wrote, unless all have arrived
     lanes of a warp that reach different shuffles, or threads that miss a barrier
     a value of a wrong type: a float that is no float32, an integer out of its range
 
@@ -42,12 +44,18 @@ _IN_WORDS = {int: "an integer", np.float32: "a float32"}
 _NOWHERE = 0, 0, False, b""
 
 
+Block = tuple[int, int, int]
+
+
 class KernelFault(AssertionError):
     """Report what a card would have done wrong without a word."""
 
 
 class Memory:
-    """Hold the arrays that a kernel may use; it may write those in `written`."""
+    """Hold the arrays that a kernel may use; it may write those in `written`.
+
+    Launches that share one follow each other, and may overlap: it knows which wrote what.
+    """
 
     def __init__(self, written: Sequence[Any], read: Sequence[Any] = ()) -> None:
         blocks = [(array.ctypes.data, array.nbytes, True) for array in written]
@@ -58,6 +66,29 @@ class Memory:
         ]
         self._starts = [start for start, *_ in self._blocks]
         self._kept = (*written, *read)
+        self._launch = 0
+        # Of every four bytes the last that wrote them: a launch, and its block.
+        self._writers: dict[int, tuple[int, Block]] = {}
+
+    def begin_launch(self) -> None:
+        self._launch += 1
+
+    def note_write(self, address: int, size: int, block: Block) -> None:
+        for word in range(address >> 2, (address + size + 3) >> 2):
+            self._writers[word] = self._launch, block
+
+    def writer_of(self, address: int, size: int, block: Block) -> str:
+        """Return who may be writing what a block reads: launch "in front", block "beside", ""."""
+        found = ""
+        if not self._writers:
+            return found
+        for word in range(address >> 2, (address + size + 3) >> 2):
+            launch, writer = self._writers.get(word, (-1, block))
+            if launch == self._launch and writer != block:
+                return "beside"
+            if launch == self._launch - 1:
+                found = "in front"
+        return found
 
     def check(self, address: int, size: int, use: str) -> tuple[Any, int]:
         """Return where an address lies: the bytes of an array, and its place in them.
@@ -83,6 +114,8 @@ class _Lane(greenlet):
     block: tuple[int, int, int]
     grid: tuple[int, int, int]
     shared: bytearray
+    has_waited: bool  # for the launch in front
+    sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
 
 
 def run(
@@ -94,18 +127,28 @@ def run(
     memory: Memory,
 ) -> None:
     """Run a kernel over a grid of blocks; a float argument is a float32."""
-    bound = rebind(kernel, lambda intrinsic: _meaning(intrinsic, memory))
+    names: set[str] = set()
+
+    def meaning(intrinsic: Intrinsic) -> Callable[..., Any]:
+        names.add(intrinsic.name)
+        return _meaning(intrinsic, memory)
+
+    bound = rebind(kernel, meaning)
+    waits_at_its_entry = "await_previous" not in names
+    memory.begin_launch()
     words = [np.float32(one) if isinstance(one, float) else one for one in arguments]
     with np.errstate(all="ignore"):
         for z in range(grid[2]):
             for y in range(grid[1]):
                 for x in range(grid[0]):
                     shared = bytearray(b"\xff" * shared_bytes)
+                    sees_all = [False]
                     lanes = [_Lane(bound) for _ in range(threads)]
                     for thread, lane in enumerate(lanes):
                         lane.gr_context = copy_context()  # in which the errstate holds
                         lane.thread, lane.block, lane.grid = thread, (x, y, z), grid
                         lane.shared = shared
+                        lane.has_waited, lane.sees_all = waits_at_its_entry, sees_all
                     _run_block(lanes, words, backwards=(x + y + z) % 2 == 1)
 
 
@@ -340,8 +383,14 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
     }
     if name in places:
         return places[name]
-    if name in ("await_previous", "hold"):
-        return lambda *_: None  # launches follow each other here
+    if name == "await_previous":
+
+        def await_previous() -> None:  # launches follow each other here
+            getcurrent().has_waited = True
+
+        return await_previous
+    if name == "hold":
+        return lambda _: None
     if name == "prefetch":
 
         def prefetch(address: int, size: int) -> None:
@@ -352,13 +401,15 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
 
         return prefetch
     if name == "arrive":
-        load, store = (_access(f"{word}_i32", memory) for word in ("load", "store"))
+        store = _access("store_i32", memory)
 
         def arrive(place: int, last: int) -> int:
-            found: int = load(place)
+            memory.check(place, 4, "store")
+            found = ctypes.c_int32.from_address(place).value
             if not 0 <= found <= last:
                 raise KernelFault(f"{found} of {last} others arrived: the word was not 0")
             store(place, 0 if found == last else found + 1)
+            getcurrent().sees_all[0] = found == last
             return found
 
         return arrive
@@ -396,7 +447,19 @@ def _access(name: str, memory: Memory) -> Callable[..., Any]:
             raise KernelFault(f"{name} at {place} of {len(block)} shared bytes")
         return block, place
 
+    def check_writer(place: int) -> None:
+        lane = getcurrent()
+        writer = memory.writer_of(place, size, lane.block)
+        if writer == "in front" and kind == "fetch":
+            raise KernelFault(f"{name} of what the launch in front wrote, at {place:#x}")
+        if writer == "in front" and not lane.has_waited:
+            raise KernelFault(f"{name} of what the launch in front may write, at {place:#x}")
+        if writer == "beside" and kind != "add" and not lane.sees_all[0]:
+            raise KernelFault(f"{name} of what another block writes, at {place:#x}")
+
     def load(place: int) -> Any:
+        if not shared:
+            check_writer(place)
         found = layout.unpack_from(*bytes_at(place))
         if element == "f32":
             found = tuple(map(np.float32, found))
@@ -404,6 +467,8 @@ def _access(name: str, memory: Memory) -> Callable[..., Any]:
 
     def store(place: int, *values: Any) -> None:
         target, offset = bytes_at(place)
+        if not shared:
+            memory.note_write(place, size, getcurrent().block)
         bits = 8 * layout.size // number
         raw = values if element == "f32" else [_signed(value, bits) for value in values]
         layout.pack_into(target, offset, *raw)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from strata_nb.device_model import SEQUENCES
+from strata_nb.fill_plans import plan_type
 from strata_nb.formats import tensor_bytes
 from strata_nb.kernels.choices import CHOICE
 from strata_nb.kernels.host.matrices import input_row_bytes
@@ -27,6 +28,9 @@ MAY_BE_ZERO = {
     ("router_top_k", "forced"),
     ("silu_mul", "out"),
     ("silu_mul", "packed"),
+    ("expert_group", "homes"),
+    ("expert_group", "seen"),
+    ("expert_group", "plan"),
     ("expert_gate_up", "packed"),
 }
 
@@ -100,6 +104,9 @@ EXTENTS: dict[str, Sizes] = {
         "starts": 8 * (a["experts"] + 1),
         "members": 8 * rows * a["top_k"],
         "places": 8 * rows * a["top_k"],
+        "homes": 8 * a["experts"],
+        "seen": 8 * a["experts"],
+        "plan": plan_type(a["experts"]).itemsize,
     },
     "expert_gather": lambda a, rows, _: {
         "x": rows * a["row_bytes"],
@@ -150,7 +157,7 @@ WRITTEN = {
     "attention": {"out", "work"},
     "silu_mul": {"out", "packed"},
     "router_top_k": {"chosen", "shares"},
-    "expert_group": {"use", "tally", "starts", "members", "places"},
+    "expert_group": {"use", "tally", "starts", "members", "places", "seen"},
     "expert_gather": {"gathered"},
     "expert_gate_up": {"inner", "other", "packed"},
     "expert_down": {"products", "y"},

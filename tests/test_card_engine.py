@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from device_world import SHAPE, load, random_tokens, read, read_in, same_bits
+from filling_backend import layers_of
 from gpu_card import Card
 from make_model import make_model
 from make_routes import make_routes
 
 from strata_nb import Engine, Options, Sampling, device_model, story_model
+from strata_nb.addresses import memory_view
 from strata_nb.backend import open_backend
 from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
@@ -167,6 +170,53 @@ def test_experts_that_are_read_in_place_change_no_bit(model_file: Path, exact: F
     with on_card(model_file, expert_cache="0") as model:
         assert same_bits(read_in(model, IDS, 1), exact)
         assert model.report().hits == 0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_host_knows_which_experts_the_card_has_brought(
+    model_file: Path, share: float, count: int
+) -> None:
+    """Windows of one row and of several, each begun before the one in front of it has ended."""
+
+    def texts(model: DeviceModel) -> list[list[int]]:
+        sequences = [model.open_sequence() for _ in range(count)]
+        found = [[10 + sequence] for sequence in sequences]
+        choices = [
+            [Choice((), Sampling(), uniform(5, sequence, place)) for sequence in sequences]
+            for place in range(200)
+        ]
+        for how, ahead in pairwise(choices):
+            rows = [Row(s, text[-1], True) for s, text in zip(sequences, found, strict=True)]
+            for text, token in zip(found, model.choose(rows, how, ahead), strict=True):
+                text.append(token)
+        return found
+
+    with on_card(model_file) as model:
+        expected = texts(model)
+    with on_card(model_file, expert_cache=str(int(share * EXPERTS))) as model:
+        assert texts(model) == expected
+        report = model.report()
+        assert model.arena.filled == report.inserted > model.arena.usable_slots
+        assert report.hits > 0
+        check_slots(model)
+
+
+def check_slots(model: DeviceModel) -> None:
+    """Compare the card's table with the host's, and matrices in slots with those at home."""
+    arena, backend = model.arena, model._backend
+    assert model._filling_places is not None
+    table = np.empty(arena.use.shape, np.int64)
+    backend.fetch(model._filling_places.addresses, table)
+    assert np.array_equal(table, arena.expert_address)
+    resident = np.argwhere(table != arena.homes)
+    assert len(resident) == arena.resident > 0
+    parts = [of_layer for _, of_layer in layers_of(model._programs.body)]
+    for layer, expert in resident:
+        for offset, size in parts[layer]:
+            found, home = np.empty(size, np.uint8), int(arena.homes[layer, expert])
+            backend.fetch(int(table[layer, expert]) + offset, found)
+            assert np.array_equal(found, memory_view(home + offset, size))
 
 
 @pytest.mark.parametrize("cache_type", ["f32", "int8"])

@@ -38,9 +38,9 @@ def test_two_windows_are_under_way_and_each_brings_what_was_there_at_its_end() -
         flights = backend.flights(8 * WIDTH, 8 * WIDTH)
         x, y = adding.x_address, adding.y_address
         sent = np.full(WIDTH, 2, np.float32)
-        first = flights.begin(adding.program, 1, x, sent.view(np.uint8), [(y, 4 * WIDTH)])
+        first = flights.begin(adding.program, 1, [(x, sent.view(np.uint8))], [(y, 4 * WIDTH)])
         sent[:] = 5
-        second = flights.begin(adding.program, 1, x, sent.view(np.uint8), [(y, 16), (x, 16)])
+        second = flights.begin(adding.program, 1, [(x, sent.view(np.uint8))], [(y, 16), (x, 16)])
         sent[:] = 9
         assert flights.land(first).view(np.float32)[:WIDTH].tolist() == [3] * WIDTH
         assert flights.land(second).view(np.float32)[:8].tolist() == [8] * 4 + [5] * 4
@@ -53,7 +53,9 @@ def test_a_window_that_nobody_landed_is_waited_for_before_its_memory_is_used_aga
         flights = backend.flights(8 * WIDTH, 8 * WIDTH)
         for number in range(1, 6):
             sent = np.full(WIDTH, number, np.float32).view(np.uint8)
-            last = flights.begin(adding.program, 1, adding.x_address, sent, [(adding.y_address, 8)])
+            last = flights.begin(
+                adding.program, 1, [(adding.x_address, sent)], [(adding.y_address, 8)]
+            )
         assert flights.land(last).view(np.float32)[0] == 16
 
 

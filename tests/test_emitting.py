@@ -19,6 +19,7 @@ from strata_nb import device_model, models
 from strata_nb.addresses import memory_view
 from strata_nb.device_model import ROPE_FACTORS, DeviceModel
 from strata_nb.errors import ConfigError
+from strata_nb.fill_plans import plan_type
 from strata_nb.formats import TensorType, tensor_bytes
 from strata_nb.gguf import GGUFFile
 from strata_nb.host import HostDriver, parse_host_devices
@@ -44,6 +45,7 @@ class RecordingBackend:
 
     def __init__(self, *, chooses_tokens: bool = True, attends_in_runs: bool = True) -> None:
         self.chooses_tokens, self.attends_in_runs = chooses_tokens, attends_in_runs
+        self.fills = chooses_tokens
         self.driver = HostDriver(parse_host_devices("host"))
 
     def packed_row_bytes(self, values: int) -> int:
@@ -224,6 +226,10 @@ def regions(emitted: Emitted) -> dict[int, int]:
     for layer in range(emitted.model.description.layers if emitted.places.experts else 0):
         tables += [arena.expert_address[layer], arena.expert_tier[layer], arena.use[layer]]
     found |= {table.ctypes.data: table.nbytes for table in tables}
+    experts = emitted.model.description.experts
+    for layer in emitted.places.experts:
+        found |= {layer.homes: 8 * experts, layer.seen: 8 * experts}
+        found[layer.plan] = plan_type(experts).itemsize
     return found
 
 
@@ -244,7 +250,7 @@ def written_by(one: Launch) -> set[int]:
 def test_only_buffers_and_counts_are_written(emitted: Emitted) -> None:
     may_be = {address for address, _ in emitted.buffers.taken}
     for experts in emitted.places.experts:
-        may_be |= {experts.use, experts.tally}
+        may_be |= {experts.use, experts.tally, experts.seen}
     record = set(emitted.programs.record)
     for one in emitted.launches:
         assert written_by(one) <= may_be - record - {emitted.places.rope_table}, one.label
@@ -272,6 +278,7 @@ def test_a_buffer_is_written_before_it_is_read(emitted: Emitted) -> None:
     buffers = {address for address, _ in emitted.buffers.taken}
     known = {*emitted.programs.record, emitted.places.rope_table}
     known |= {emitted.programs.choices, emitted.programs.drawn}
+    known |= {place for one in emitted.places.experts for place in (one.homes, one.seen, one.plan)}
     for one in emitted.launches:
         words, names = addresses_of(one), WRITTEN[one.kernel]
         reads = {address for name, address in words.items() if name not in names}

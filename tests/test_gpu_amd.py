@@ -67,7 +67,7 @@ DECODED = [T.F16, T.Q4_0, T.Q8_0, T.Q4_K, T.Q6_K, T.IQ4_XS, T.IQ3_S, T.IQ1_M, T.
 # The table's kernels that a card has, and those that it has in place of others.
 AXES: dict[str, str | None] = {
     **{name: kernel.axis for name, kernel in KERNELS.items() if name not in FUSED},
-    **dict(zip(CARD_KERNELS, (None, "gate_up", "weights"), strict=True)),
+    **dict(zip(CARD_KERNELS, (None, None, "gate_up", "weights"), strict=True)),
     **{name: "packed" if name in PRODUCTS else None for name in BATCH_KERNELS},
 }
 FEW: dict[str, list[Any]] = {

@@ -13,6 +13,7 @@ from host_launches import UNTOUCHED, Matrix, as_read, normal, same_bits
 from test_gpu_experts import Experts, Routes
 from test_gpu_linear import linear
 
+from strata_nb.cache.filling import new_plans
 from strata_nb.formats import TensorType
 from strata_nb.kernels.groups import TILE_ROWS, groups_at, most_tiles
 from strata_nb.kernels.program import Program, launch
@@ -128,6 +129,9 @@ def layer(
         "chosen": np.zeros((most_rows, top_k), np.int64),
         "shares": np.zeros((most_rows, top_k), np.float32),
         "tier": np.zeros(number, np.uint8),
+        "homes": np.zeros(number, np.int64),  # all have slots
+        "seen": np.zeros(number, np.int64),
+        "plan": new_plans(1, number).view(np.uint8),  # by which nobody comes to a slot
         "use": np.zeros(number, np.int64),
         "tally": np.zeros(2, np.int64),
         "starts": np.zeros(number + 1, np.int64),

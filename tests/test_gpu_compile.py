@@ -79,7 +79,7 @@ def _routers(kinds: Sequence[T], widths: Sequence[int]) -> Iterator[CardLaunch]:
     for kind, width, experts in product(kinds, widths, (128, 60)[: len(widths)]):
         norm = shaped("rms_norm", parts=1, width=width)
         one = shaped("linear", kind, values=width, outputs=experts)
-        route = shaped_for_card("route", experts=experts, top_k=8)
+        route = shaped_for_card("route", True, experts=experts, top_k=8)
         for made in with_routers([norm, one, *route]):
             assert isinstance(made, CardLaunch)
             yield made
@@ -134,6 +134,8 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
     elif name in ("batch_linear", "batch_expert"):
         usual = IN_BATCHES[name == "batch_expert" :]
         yield from ((kind, {}) for kind in (sorted(PACKED) if lengths else usual))
+    elif name == "expert_fill":
+        yield from ((None, {"experts": experts}) for experts, _ in ROUTERS)
     elif axis == "weights" or name.startswith("expert_"):
         for kind in KINDS:
             count = 3 if lengths or kind in OF_ALL_LENGTHS else 1
@@ -154,7 +156,8 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
     elif name == "batch_group":
         yield from ((None, {"top_k": top_k}) for top_k in (2, 8))
     elif name == "route":
-        yield from ((None, {"experts": experts, "top_k": top_k}) for experts, top_k in ROUTERS)
+        for (experts, top_k), decides in product(ROUTERS, (False, True)):
+            yield decides, {"experts": experts, "top_k": top_k}
     else:
         yield None, {}
 

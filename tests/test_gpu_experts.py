@@ -16,8 +16,8 @@ from host_launches import UNTOUCHED, Bytes, Matrix, as_read, normal, same_bits
 
 from strata_nb.formats import TensorType, block_layout
 from strata_nb.kernels.gpu.experts import share_of_down
+from strata_nb.kernels.gpu.filling import IN_HOST_MEMORY
 from strata_nb.kernels.gpu.products import DECODERS
-from strata_nb.kernels.gpu.routing import IN_HOST_MEMORY
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.reference import Floats, Integers
 from strata_nb.packing import UNPACKED
@@ -114,6 +114,7 @@ def gate_up(
     values: dict[str, Any] = {
         "rows": aligned(np.array([rows])),
         "blobs": with_room(experts.blobs(routes), choices, -1),
+        "sources": 0,
         "x": with_room(read, most_rows, 0),
         "inner": with_room(inner, choices, UNTOUCHED),
         "packed": with_room(packed, choices, 0xEE) if whole else 0,
@@ -180,6 +181,7 @@ def down(
     values: dict[str, Any] = {
         "rows": aligned(np.array([rows])),
         "blobs": with_room(experts.blobs(routes), most_rows * top_k, -1),
+        "sources": 0,
         "inner": with_room(read, most_rows * top_k, 0),
         "shares": aligned(routes.shares),
         "y": with_room(y, most_rows, UNTOUCHED),

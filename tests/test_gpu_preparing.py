@@ -281,8 +281,9 @@ def row_alone(
         ((32, 64), 10, 0, 0, 128),
         ((128, 128), 64, 1, 63, 128),
         ((32, 64), 16, 1, 1030, 4),
+        ((32, 64), 16, 1, 520, 4),
     ],
-    ids=["usual", "first", "long", "blocks for every other run"],
+    ids=["usual", "first", "long", "blocks for every other run", "for every run"],
 )
 def test_a_single_row_is_made_ready_by_attention_with_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,

@@ -12,6 +12,7 @@ from gpu_launches import aligned, of_card, simulate
 from host_launches import UNTOUCHED, normal, same_bits
 from numpy.typing import NDArray
 
+from strata_nb.cache.filling import new_plans, write_plans
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.compile import ptx_code
@@ -21,21 +22,32 @@ from strata_nb.kernels.quantised_rows import row_bytes
 
 T = TensorType
 Arrays = dict[str, NDArray[Any]]
-WRITTEN = ("rows", "out", "packed", "logits", "use", "tally", "chosen", "shares", "blobs")
+WRITTEN = (
+    *("rows", "out", "packed", "logits", "use", "tally", "chosen", "shares", "blobs"),
+    *("sources", "addresses", "seen"),
+)
 
 
 def of_layer(width: int, experts: int, top_k: int, kind: TensorType = T.F32) -> Arrays:
     weight = normal(experts, width, seed=5)
     weight[0] = weight[experts - 1]  # equal logits
+    numbers = np.arange(experts)
+    homes, slots = 0x7E0000000000 + 0x100 * numbers, 0x7F0000000000 + 0x100 * numbers
+    is_resident = numbers % 5 == 1
+    plan = new_plans(1, experts)  # by which one comes to a free slot, and others to those of others
+    worth = np.ones((2, 1, experts))
+    write_plans(plan, 9, [[0x7D0000000000]], is_resident[None], *worth)
     found = {
         "rows": np.array([1, 0]),
         "x": normal(1, width, seed=1),
         "norm": normal(width, seed=2),
         "weight": weight if kind is T.F32 else weight.astype(np.float16),
         "bias": normal(experts, seed=3),
-        "positions": np.array([1]),
-        "tier": (np.arange(experts) % 3 == 0).astype(np.uint8),
-        "addresses": 0x7F0000000000 + 0x100 * np.arange(experts),
+        "positions": np.array([0]),
+        "homes": homes,
+        "addresses": np.where(is_resident, slots, homes),
+        "seen": np.zeros(experts, np.int64),
+        "plan": plan,
         "out": np.full((1, width), UNTOUCHED),
         "packed": np.full((1, row_bytes(width)), 99, np.uint8),
         "logits": np.full((1, experts), UNTOUCHED),
@@ -44,6 +56,7 @@ def of_layer(width: int, experts: int, top_k: int, kind: TensorType = T.F32) -> 
         "chosen": np.full((1, top_k), -5),
         "shares": np.full((1, top_k), UNTOUCHED),
         "blobs": np.full((1, top_k), -5),
+        "sources": np.full((1, top_k), -5),
     }
     return {name: aligned(array) for name, array in found.items()}
 
@@ -66,13 +79,12 @@ def launches_of(
     first |= {name: at[name] for name in ("rows", "x", "out", "packed")}
     second = {"x": at["out"], "y": at["logits"], "values": width, "outputs": experts, "add": 0}
     second |= {"rows": at["rows"], "weight": at["weight"], "bias": at["bias"] if bias else 0}
-    third = {"experts": experts, "top_k": top_k, "renormalise": 1}
-    third |= {name: at[name] for name in (*WRITTEN[3:], "rows", "tier", "addresses")}
-    third |= {"positions": at["positions"], "forced": at.get("forced", 0)}
+    third = {"experts": experts, "top_k": top_k, "renormalise": 1, "forced": 0}
+    third |= {name: at[name] for name in (*WRITTEN[3:], "rows", "positions", "homes", "plan")}
     return [
         launch("rms_norm", {**first, "weight": at["norm"], **(norm or {})}, label="blk.0.ffn_norm"),
         launch("linear", {**second, **(product or {})}, variant=kind, label="blk.0.ffn_gate_inp"),
-        *of_card("route", third),
+        *of_card("route", third, True),
     ]
 
 
@@ -105,20 +117,9 @@ def test_a_router_has_the_bits_of_norm_product_and_choice_alone(
         assert together.grid(1)[0] > 1
         found, expected = run([together], arrays), run(apart, arrays)
         assert not np.any(found["chosen"] < 0)
+        assert np.any(found["sources"] != -5)
         for name in WRITTEN:
             assert same_bits(found[name], expected[name]), name
-
-
-def test_a_router_is_given_routes() -> None:
-    arrays = of_layer(256, 20, 4)
-    routes = np.array([[0, 1, 2, 3], [17, 4, 9, 8]], np.int16)  # of the positions 0 and 1
-    arrays["forced"] = aligned(routes)
-    apart = launches_of(arrays)
-    (together,) = with_routers(apart)
-    found, expected = run([together], arrays), run(apart, arrays)
-    assert found["chosen"].tolist() == [[4, 8, 9, 17]]
-    for name in WRITTEN:
-        assert same_bits(found[name], expected[name]), name
 
 
 def test_a_row_that_a_step_does_not_have_is_left_alone() -> None:

@@ -13,9 +13,10 @@ from gpu_launches import Run, aligned
 from host_launches import UNTOUCHED, forced_case, normal, same_bits
 from numpy.typing import NDArray
 
+from strata_nb.cache.filling import new_plans
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.formats import TensorType as T
-from strata_nb.kernels.gpu import routing
+from strata_nb.kernels.gpu.filling import IN_HOST_MEMORY
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.routed import FUSED
 from strata_nb.kernels.program import Launch
@@ -35,8 +36,12 @@ class Routed(NamedTuple):
     tally: Integers
 
 
-def addresses_of(experts: int) -> Integers:
+def homes_of(experts: int) -> Integers:
     return 0x7F0000000000 + 0x100 * np.random.default_rng(experts).permutation(experts)
+
+
+def addresses_of(experts: int, resident: NDArray[np.bool_] | None = None) -> Integers:
+    return homes_of(experts) + np.where(resident is None or resident, 0x1000000, 0)
 
 
 def routed(
@@ -46,11 +51,14 @@ def routed(
     *,
     renormalise: bool,
     beyond: int = 1,
-    tier: NDArray[np.uint8] | None = None,
+    resident: NDArray[np.bool_] | None = None,
     forced: NDArray[np.int16] | None = None,
     positions: Sequence[int] = (),
 ) -> Routed:
-    """Route rows on a grid for `beyond` more, whose results must stay as they were."""
+    """Route rows on a grid for `beyond` more, whose results must stay as they were.
+
+    resident   experts that have slots; None: all
+    """
     rows, experts = logits.shape
     shape = rows + beyond, top_k
     before = Routed(
@@ -65,14 +73,18 @@ def routed(
         "logits": aligned(logits),
         "positions": aligned(np.array([*positions, *[10**9] * beyond], np.int64)),
         "forced": 0 if forced is None else aligned(forced),
-        "tier": aligned(np.zeros(experts, np.uint8) if tier is None else tier),
-        "addresses": aligned(addresses_of(experts)),
+        "addresses": aligned(addresses_of(experts, resident)),
+        "homes": aligned(homes_of(experts)),
+        "seen": aligned(np.zeros(experts, np.int64)),
+        "plan": aligned(new_plans(1, experts)),
+        "sources": 0,
         "experts": experts,
         "top_k": top_k,
         "renormalise": int(renormalise),
         **before._asdict(),
     }
-    gpu("route", values, list(Routed._fields), most_rows=rows + beyond)
+    written = [*Routed._fields, "seen"]
+    gpu("route", values, written, variant=rows + beyond == 1, most_rows=rows + beyond)
     assert np.all(before.chosen[rows:] == BEYOND)
     assert np.all(before.blobs[rows:] == BEYOND)
     assert np.all(before.shares[rows:] == UNTOUCHED)
@@ -184,14 +196,14 @@ def test_a_router_of_more_experts_than_threads_is_refused() -> None:
 def test_choices_are_counted_and_found_by_where_their_experts_are(gpu: Run) -> None:
     for rows, experts, top_k in ((1, 8, 2), (5, 8, 2), (3, 4, 4), (8, 130, 8)):
         rng = np.random.default_rng(rows)
-        tier = rng.integers(0, 3, experts).astype(np.uint8)
-        found = routed(gpu, normal(rows, experts), top_k, renormalise=True, tier=tier)
+        resident = rng.random(experts) < 0.5
+        found = routed(gpu, normal(rows, experts), top_k, renormalise=True, resident=resident)
         counts = np.bincount(found.chosen.ravel(), minlength=experts)
         assert np.array_equal(found.use, counts)
-        hits = int(counts[tier == 0].sum())
+        hits = int(counts[resident].sum())
         assert found.tally.tolist() == [hits, rows * top_k - hits]
-        in_host_memory = (tier[found.chosen] != 0) * routing.IN_HOST_MEMORY
-        assert np.array_equal(found.blobs, addresses_of(experts)[found.chosen] + in_host_memory)
+        words = addresses_of(experts, resident) + np.where(resident, 0, IN_HOST_MEMORY)
+        assert np.array_equal(found.blobs, words[found.chosen])
 
 
 # -- in place of the table's kernels ---------------------------------------------------------------
@@ -214,19 +226,23 @@ def of_a_layer() -> list[Launch]:
     ]
 
 
-def test_a_card_launches_three_kernels_for_a_layers_experts() -> None:
+def test_a_card_launches_kernels_of_its_own_for_a_layers_experts() -> None:
     norm = gpu_launches.shaped("rms_norm", width=64)
     route, gate_up, down, last = card_launches((*of_a_layer(), norm), 1)
     assert [one.kernel.name for one in (route, gate_up, down, last)] == [
-        "route_32",
+        "route_32_alone",
         "expert_gate_up_q8_0_q8_0_64",
         "expert_down_q8_0_2x_64",
         card_launches((norm,), 1)[0].kernel.name,
     ]
-    for one in (route, gate_up, down):
+    more = card_launches((*of_a_layer(), norm), 8)
+    assert [one.kernel.name for one in more[:2]] == ["route_32", "expert_fill_32"]
+    assert more[2:] == [gate_up, down, last]
+    in_place_of = {"blobs": "members", "sources": "places"}
+    for one in (route, gate_up, down, *more[:2]):
         for name, word in one.arguments.items():
             if one.kinds[list(one.arguments).index(name)] == "address":
-                assert word == sum(map(ord, "members" if name == "blobs" else name)), name
+                assert word == sum(map(ord, in_place_of.get(name, name))), name
 
 
 def test_a_part_of_a_layers_experts_alone_is_refused() -> None:

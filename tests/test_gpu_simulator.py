@@ -8,12 +8,15 @@ import pytest
 from gpu_simulator import KernelFault, Memory
 
 from strata_nb.kernels.gpu.intrinsics import (
+    arrive,
+    await_previous,
     barrier,
     block_x,
     block_z,
     blocks_z,
     f32_of_i32,
     fetch_f32,
+    i32,
     i64,
     load_f32,
     load_i32,
@@ -209,3 +212,66 @@ def test_a_block_knows_how_many_there_are_in_z() -> None:
     y = np.zeros(3, np.float32)
     gpu_simulator.run(kernel, (1, 1, 3), 32, 0, [y.ctypes.data], Memory([y]))
     assert np.all(y == 3)
+
+
+def test_what_the_launch_in_front_wrote_is_read_behind_the_wait_and_never_fetched() -> None:
+    def write(x: int, _: int) -> None:
+        store_f32(x + 4 * i64(thread_index()), f32_of_i32(7))
+
+    def write_elsewhere(_: int, y: int) -> None:
+        store_f32(y + 4 * i64(thread_index()), f32_of_i32(7))
+
+    def early(x: int, y: int) -> None:
+        value = load_f32(x)
+        await_previous()
+        store_f32(y, value)
+
+    def late(x: int, y: int) -> None:
+        await_previous()
+        store_f32(y, load_f32(x))
+
+    def at_the_entry(x: int, y: int) -> None:
+        store_f32(y, load_f32(x))
+
+    def fetched(x: int, y: int) -> None:
+        await_previous()
+        store_f32(y, fetch_f32(x))
+
+    x, y = np.zeros(32, np.float32), np.zeros(32, np.float32)
+
+    def run_all(*kernels: object) -> None:
+        memory = Memory([x, y])
+        for kernel in kernels:
+            words = [x.ctypes.data, y.ctypes.data]
+            gpu_simulator.run(kernel, (1, 1, 1), 32, 0, words, memory)  # type: ignore[arg-type]
+
+    run_all(write, late)
+    run_all(write, at_the_entry)
+    run_all(write, write_elsewhere, early)  # two launches ago
+    with pytest.raises(KernelFault, match="load_f32 of what the launch in front may write"):
+        run_all(write, early)
+    with pytest.raises(KernelFault, match="fetch_f32 of what the launch in front wrote"):
+        run_all(write, fetched)
+
+
+def test_what_another_block_wrote_is_read_when_all_have_arrived() -> None:
+    def last_reads(x: int, y: int) -> None:
+        thread = i64(thread_index())
+        store_f32(x + 4 * (32 * block_x() + thread), f32_of_i32(i32(1 + thread)))
+        barrier()
+        if thread == 0:
+            shared_store_i64(0, i64(arrive(y, 2)))
+        barrier()
+        if shared_load_i64(0) == 2:
+            store_f32(y + 4 + 4 * thread, load_f32(x + 4 * thread))
+
+    def all_read(x: int, y: int) -> None:
+        store_f32(x + 4 * i64(block_x()), f32_of_i32(1))
+        store_f32(y, load_f32(x))
+
+    x, y = np.zeros(96, np.float32), np.zeros(33, np.float32)
+    words = [x.ctypes.data, y.ctypes.data]
+    gpu_simulator.run(last_reads, (3, 1, 1), 32, 8, words, Memory([x, y]))
+    assert y.tolist() == list(range(33))
+    with pytest.raises(KernelFault, match="another block writes"):
+        gpu_simulator.run(all_read, (3, 1, 1), 32, 8, words, Memory([x, y]))

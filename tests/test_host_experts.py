@@ -150,6 +150,7 @@ def mixture(threads: int, layer: Layer, x: Floats, routes: Routes, y: Floats) ->
             starts=starts,
             members=members,
             places=places,
+            **dict.fromkeys(("homes", "seen", "plan"), 0),
         ),
         made("expert_gather", **source),
         made(

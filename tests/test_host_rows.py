@@ -454,6 +454,7 @@ class Groups:
             rows,
             experts=experts,
             top_k=top_k,
+            **dict.fromkeys(("homes", "seen", "plan"), 0),
             **vars(self),
         )
 

@@ -29,10 +29,15 @@ HALF = {"device": WHOLE, "expert_cache": "40%"}
 
 
 @contextmanager
-def engine_of(path: Path, device: str = WHOLE, **options: Any) -> Iterator[Engine]:
+def engine_of(
+    path: Path,
+    device: str = WHOLE,
+    opens: type[DrawingBackend] = DrawingBackend,
+    **options: Any,
+) -> Iterator[Engine]:
     """Open a model on a device that draws tokens; its accounts must be right in the end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "open_backend", DrawingBackend)
+        patch.setattr(backend, "open_backend", opens)
         options = {"ctx_size": 256, "prefill": 8, "threads": 1, **options}
         with Engine.open(Options(path, device=device, **options)) as engine:
             yield engine

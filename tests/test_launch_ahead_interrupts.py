@@ -12,13 +12,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from filling_backend import FillingBackend
+from test_device_filling import check_tables
 from test_launch_ahead import HALF, PROMPT, begun, device_of, engine_of, model_of
 
-from strata_nb import Engine, Sampling, device_model, device_steps, device_windows, session
+from strata_nb import (
+    Engine,
+    Sampling,
+    device_filling,
+    device_model,
+    device_steps,
+    device_windows,
+    session,
+)
 from strata_nb.errors import StrataError
 from strata_nb.session import Generation, Session
 
-WATCHED = {module.__file__ for module in (device_model, device_steps, device_windows, session)}
+WATCHED = {
+    module.__file__
+    for module in (device_filling, device_model, device_steps, device_windows, session)
+}
 SAMPLING = Sampling(seed=3, temperature=1.0)
 TOKENS = 12
 
@@ -80,10 +93,17 @@ def interrupted(engine: Engine, at: int, expected: list[int]) -> bool:
     model.report()
     assert model.kv.live_blocks == 0
     model.ledger.check_integrity()
+    if isinstance(model._backend, FillingBackend):
+        check_tables(engine)
     return was_interrupted
 
 
-@pytest.mark.parametrize("options", [{}, HALF], ids=["all in slots", "some in slots"])
+FILLS = {**HALF, "opens": FillingBackend}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, HALF, FILLS], ids=["all in slots", "some in slots", "the device fills"]
+)
 def test_after_ctrl_c_at_any_line_the_answer_goes_on_or_says_why_not(
     small: Path, options: dict[str, Any]
 ) -> None:

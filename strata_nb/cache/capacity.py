@@ -378,6 +378,7 @@ class Ledger:
             slots=arena.usable_slots,
             hits=hits,
             misses=misses,
+            filled=arena.filled,
             use=arena.use.copy(),
             resident=resident,
             offsets=arena.expert_address[layers, experts] - bases.get("experts", 0),

@@ -13,7 +13,7 @@ An expert that has no slot is not an error: it is read in place, over the link.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -61,6 +61,8 @@ class ExpertArena:
     use       int64 (layers, experts): how often each was chosen
     prior     float64 (layers, experts), 0 to less than 1: an order among those used equally often
     tally     int64 (2,): choices that found a slot (hits), and that did not (misses)
+    filled    how many experts the device has brought to slots itself, in the window that missed
+              them (`filling.py`)
 
     A slot is free, or holds one expert, or is *draining*: its expert left, and work that began
     before may still read it. The caller says when that has ended (`reclaim`); before, nothing is
@@ -87,6 +89,7 @@ class ExpertArena:
         self.use = np.zeros(host.offsets.shape, np.int64)
         self.prior = np.zeros(host.offsets.shape)
         self.tally = np.zeros(2, np.int64)
+        self.filled = 0
         self.usable_slots = 0
         self._complete = -1, False  # as of so many changes of the tiers
         self._host = host
@@ -95,6 +98,7 @@ class ExpertArena:
         self._free: list[list[int]] = [[] for _ in layout.classes]  # a heap for each size class
         self._draining: set[int] = set()
         self._base = 0
+        self._slot_addresses = self.layout.offsets(np.arange(max_slots))
         self._driver = driver
         self._stream = stream
         self._announce = announce
@@ -104,6 +108,7 @@ class ExpertArena:
     def place(self, base: int) -> None:
         """Take the first address of the reservation; nothing of it is usable yet."""
         self._base = base
+        self._slot_addresses = base + self.layout.offsets(np.arange(len(self._owner)))
 
     def resize(self, usable_bytes: int) -> None:
         """Use the slots that lie whole in the first `usable_bytes`, and name no other.
@@ -298,6 +303,86 @@ class ExpertArena:
         if below != list(range(self.usable_slots)) or len(set(idle)) != len(idle):
             raise RuleViolation(9, f"{self.usable_slots} slots: held {held}, idle {idle}")
 
+    # Where the device decides who comes (`filling.py`).
+
+    @property
+    def homes(self) -> npt.NDArray[np.int64]:
+        """Return where each expert (layers, experts) is in host memory; not to be written."""
+        return self._in_place
+
+    def free_slots(self, passed: Collection[int] = ()) -> list[npt.NDArray[np.int64]]:
+        """Return addresses of free slots for each layer, none of those in `passed`.
+
+        A slot is for the layer that it has its size from, and so for one layer only. No layer at
+        all where none is free.
+        """
+        if not any(self._free):
+            return []
+        slots = np.array(sorted(slot for free in self._free for slot in free), np.int64)
+        addresses, layers = self._slot_addresses[slots], slots % self.layout.layers
+        if passed:
+            kept = ~np.isin(addresses, list(passed))
+            addresses, layers = addresses[kept], layers[kept]
+        order = np.argsort(layers, kind="stable")
+        ends = np.cumsum(np.bincount(layers, minlength=self.layout.layers))
+        return np.split(addresses[order], ends[:-1])
+
+    def adopt(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Take over where experts (layers, experts) are, as the device has decided.
+
+        Returns who came. The tables say so without a change being counted: the device has it.
+        Raises RuleViolation for an address that is neither an expert's home nor a slot to use, or
+        that two experts have; nothing has changed then.
+        """
+        came = np.zeros(addresses.shape, bool)
+        numbers = np.flatnonzero(addresses != self.expert_address)
+        if not len(numbers):
+            return came
+        old, new, homes = (
+            table.ravel()[numbers] for table in (self.expert_address, addresses, self._in_place)
+        )
+        coming = new != homes
+        left = np.searchsorted(self._slot_addresses, old[old != homes])
+        slots = np.searchsorted(self._slot_addresses, new[coming])
+        taken, free_again = set(slots.tolist()), set(left.tolist())
+        may_take = [slot for slot in taken if self._may_take(slot, free_again)]
+        if len(may_take) < len(slots) or np.any(self._slot_addresses[slots] != new[coming]):
+            wrong = [f"{address:#x}" for address in new[coming].tolist()]
+            raise RuleViolation(16, f"a device named slots, of which some cannot be used: {wrong}")
+        before = self._owner[left]
+        self._owner[left] = NOBODY
+        self._owner[slots] = numbers[coming]
+        self._set_free(free_again, taken)
+        self._complete = -1, False
+        self.addresses.receive().ravel()[numbers] = new
+        self.tiers.receive().ravel()[numbers] = np.where(coming, Tier.SLOT, Tier.IN_PLACE)
+        self._tell("evict", before, left, by="kernel")
+        self._tell("fill", numbers[coming], slots, by="kernel")
+        self.filled += len(slots)
+        came.ravel()[numbers[coming]] = True
+        return came
+
+    def _may_take(self, slot: int, left: Collection[int]) -> bool:
+        """Return whether an expert may come to a slot, once experts have left some."""
+        is_usable = slot < self.usable_slots and slot not in self._draining
+        return is_usable and (self._owner[slot] == NOBODY or slot in left)
+
+    def _set_free(self, left: set[int], taken: set[int]) -> None:
+        """Note that experts left slots, and then others took some."""
+        for slot in left - taken:
+            heapq.heappush(self._free[self.layout.class_of_slot(slot)], slot)
+        if taken - left:
+            self._free = [[slot for slot in free if slot not in taken] for free in self._free]
+            for free in self._free:
+                heapq.heapify(free)
+
+    def forget(self) -> None:
+        """Let every expert be read in host memory: nobody knows what is in the slots."""
+        self._evict(np.flatnonzero(self._owner != NOBODY))
+        self.addresses[:] = self._in_place
+        self.tiers[:] = Tier.IN_PLACE
+        self.reclaim()
+
     def _expert_in(self, slot: int) -> tuple[int, int]:
         layer, expert = divmod(int(self._owner[slot]), self.layout.experts)
         return layer, expert
@@ -348,7 +433,11 @@ class ExpertArena:
         self._tell("fill", numbers, slots)
 
     def _tell(
-        self, kind: str, numbers: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
+        self,
+        kind: str,
+        numbers: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+        **more: object,
     ) -> None:
         """Announce what became of slots."""
         if self._announce is None:
@@ -363,6 +452,7 @@ class ExpertArena:
                     "slot": slot,
                     "address": self._base + self.layout.offset(slot),
                     "size": self.layout.blob_bytes[layer],
+                    **more,
                 }
             )
 

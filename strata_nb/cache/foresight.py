@@ -67,7 +67,12 @@ class Foresight:
         self._weights = np.tile(_FIRST_WEIGHTS, (classes, 1))
 
     def after(self, used: Counts, rows: int) -> Heat:
-        """Take in a window of `rows` tokens, and return the chance behind it.
+        """Take in a window, as `note` does, and return the chance behind it."""
+        self.note(used, rows)
+        return self.chance()
+
+    def note(self, used: Counts, rows: int) -> None:
+        """Take in a window of `rows` tokens.
 
         used   (layers, experts): how often the window chose each
         """
@@ -77,7 +82,6 @@ class Foresight:
             self._begin(mean)
         self._follow(used.reshape(-1), share, rows)
         self._learn(used.reshape(-1), rows, mean)
-        return self.chance()
 
     def chance(self) -> Heat:
         """Return the share of the next tokens that will use each expert (layers, experts).
@@ -86,6 +90,17 @@ class Foresight:
         """
         one, recent, lasting = self._weights.T[:, self._classes()] * self._features
         chance: Heat = one + recent + lasting
+        return chance.reshape(self._shape)
+
+    def chance_if_used(self) -> Heat:
+        """Return what the chance of each expert would be behind one more token that uses it."""
+        one, recent, lasting = self._weights[_CLASS_OF_AGE[1]]
+        kept = min(LASTING, 1 - 1 / (self._tokens + 1 + PRIOR_TOKENS))
+        chance: Heat = (
+            one
+            + recent * (RECENT * self._features[1] + (1 - RECENT))
+            + lasting * (kept * self._features[2] + (1 - kept))
+        )
         return chance.reshape(self._shape)
 
     def _begin(self, mean: float) -> None:

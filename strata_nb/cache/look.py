@@ -22,6 +22,7 @@ class Look:
     growths           of the K/V since the start
     slots             of experts
     hits, misses      choices of experts since the start
+    filled            missed experts that the device brought to slots itself
     use               int64 (layers, experts): how often each was chosen
     resident          int64 (n, 2): layer and expert of those in slots
     offsets, sizes    int64 (n,): where their bytes are in the arena
@@ -36,6 +37,7 @@ class Look:
     slots: int
     hits: int
     misses: int
+    filled: int
     use: Numbers
     resident: Numbers
     offsets: Numbers

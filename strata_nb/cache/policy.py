@@ -61,14 +61,34 @@ class Moves(NamedTuple):
     inserted: list[Expert]
 
 
+class Worth(NamedTuple):
+    """Say what experts (layers, experts) are worth to who decides about misses in their window.
+
+    gain   of one that is missed, if it comes: -infinity where it shall not
+    heat   of one that has a slot: infinite where it stays. Who comes gains as much at least
+    """
+
+    gain: Heat
+    heat: Heat
+
+
 class Policy(Protocol):
     """Choose which experts of some layers, all of one size, have slots.
 
     fetches   whether who comes crosses the link for it; else it was missed in the window that just
               ended, and crossed to be computed with
+
+    Who decides within a window needs no answer, only what experts are worth: `note`, then `worth`.
     """
 
     fetches: bool
+
+    def note(self, used: Counts, rows: int) -> None:
+        """Hear of a window as `after` does; a policy that fetches may only do so while slots are
+        free."""
+
+    def worth(self) -> Worth:
+        """Return what experts are worth in the next window; the caller may change it."""
 
     def after(self, used: Counts, rows: int, resident: Mask, slots: int) -> Moves:
         """Return the moves after a window; nothing that is given is changed or kept.
@@ -173,9 +193,17 @@ class Static:
     def __init__(self, layers: int, experts: int) -> None:
         self._use = np.zeros((layers, experts))
 
+    def note(self, used: Counts, rows: int) -> None:
+        """Hear of a window; see Policy."""
+        self._use += used
+
+    def worth(self) -> Worth:
+        """Return that all experts may come to free slots, and nobody leaves."""
+        return _nobody_leaves(self._use)
+
     def after(self, used: Counts, rows: int, resident: Mask, slots: int) -> Moves:
         """Return the moves after a window; see Policy."""
-        self._use += used
+        self.note(used, rows)
         return _filling(self._use, resident, self._use > 0, slots)
 
     def heat(self) -> Heat:
@@ -192,11 +220,19 @@ class LeastRecent:
         self._last_use = np.full((layers, experts), -1.0)  # number of the window
         self._windows = 0
 
+    def note(self, used: Counts, rows: int) -> None:
+        """Hear of a window; see Policy."""
+        self._last_use[used > 0] = self._windows
+        self._windows += 1
+
+    def worth(self) -> Worth:
+        """Return that whoever is missed comes."""
+        return Worth(np.full(self._last_use.shape, float(self._windows)), self.heat())
+
     def after(self, used: Counts, rows: int, resident: Mask, slots: int) -> Moves:
         """Return the moves after a window; see Policy."""
+        self.note(used, rows)
         chosen = used > 0
-        self._last_use[chosen] = self._windows
-        self._windows += 1
         return exchanges(self._last_use, resident, chosen, chosen, slots, margin=ANY_LEAD)
 
     def heat(self) -> Heat:
@@ -213,10 +249,18 @@ class LeastUsed:
         self._heat = np.zeros((layers, experts))
         self._decay = decay
 
-    def after(self, used: Counts, rows: int, resident: Mask, slots: int) -> Moves:
-        """Return the moves after a window; see Policy."""
+    def note(self, used: Counts, rows: int) -> None:
+        """Hear of a window; see Policy."""
         self._heat *= self._decay**rows
         self._heat += used
+
+    def worth(self) -> Worth:
+        """Return that whoever is missed comes."""
+        return Worth(self._heat + self._heat.max(initial=0.0), self.heat())
+
+    def after(self, used: Counts, rows: int, resident: Mask, slots: int) -> Moves:
+        """Return the moves after a window; see Policy."""
+        self.note(used, rows)
         chosen = used > 0
         return exchanges(self._heat, resident, chosen, chosen, slots, margin=ANY_LEAD)
 
@@ -250,10 +294,18 @@ class Swaps:
         self._every, self._most, self._decay = every, most, decay
         self._windows = 0
 
-    def after(self, used: Counts, rows: int, resident: Mask, slots: int) -> Moves:
-        """Return the moves after a window; see Policy."""
+    def note(self, used: Counts, rows: int) -> None:
+        """Hear of a window; see Policy."""
         self._heat += used
         self._windows += 1
+
+    def worth(self) -> Worth:
+        """Return that all experts may come to free slots, and nobody leaves between swaps."""
+        return _nobody_leaves(self._heat)
+
+    def after(self, used: Counts, rows: int, resident: Mask, slots: int) -> Moves:
+        """Return the moves after a window; see Policy."""
+        self.note(used, rows)
         if slots > np.count_nonzero(resident):
             return _filling(self._heat, resident, used > 0, slots)
         if not self._every or self._windows % self._every:
@@ -299,17 +351,32 @@ class Insertion:
         self._foresight = Foresight(ranks)
         self._margin, self._floor = margin, floor
 
+    def note(self, used: Counts, rows: int) -> None:
+        """Hear of a window; see Policy."""
+        self._foresight.note(used, rows)
+
+    def worth(self) -> Worth:
+        """Return the chances that experts are used again: of who is missed as if it were just used,
+        less the margin."""
+        gain = self._foresight.chance_if_used() - self._margin
+        return Worth(gain, self.heat())
+
     def after(self, used: Counts, rows: int, resident: Mask, slots: int) -> Moves:
         """Return the moves after a window; see Policy."""
-        chance = self._foresight.after(used, rows)
+        self.note(used, rows)
         chosen = used > 0
         return exchanges(
-            chance, resident, chosen, chosen, slots, floor=self._floor, margin=self._margin
+            self.heat(), resident, chosen, chosen, slots, floor=self._floor, margin=self._margin
         )
 
     def heat(self) -> Heat:
         """Return the chance that a token uses each expert; the same for all before the first."""
         return self._foresight.chance()
+
+
+def _nobody_leaves(heat: Heat) -> Worth:
+    """Return the worth of experts, of which all may come and those that have slots stay."""
+    return Worth(heat.astype(np.float64), np.full(heat.shape, np.inf))
 
 
 def static(ranks: Ranks) -> Static:

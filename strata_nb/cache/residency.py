@@ -8,23 +8,37 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb.cache.experts import ExpertArena, Tier
-from strata_nb.cache.policy import Heat, Maker, Moves, Ranks
+from strata_nb.cache.policy import Heat, Maker, Mask, Moves, Ranks, Worth
 from strata_nb.errors import DeviceLost, DriverError
 
 
 class Residency:
     """Move experts in and out of an arena, with a policy for each of its size classes.
 
-    inserted, inserted_bytes   experts that were copied to slots since the start, and their bytes
+    inserted, inserted_bytes   experts that came to slots since the start, and their bytes
+    copied_bytes   of experts that were copied to slots by the host, between steps
     """
 
     def __init__(
-        self, arena: ExpertArena, ranks: Ranks, make: Maker, *, say: Callable[[str], None]
+        self,
+        arena: ExpertArena,
+        ranks: Ranks,
+        make: Maker,
+        *,
+        say: Callable[[str], None],
+        device_fills: bool = False,
     ) -> None:
-        """`ranks` (layers, experts) are a profile's, -1 where it has none."""
+        """`ranks` (layers, experts) are a profile's, -1 where it has none.
+
+        device_fills   who is missed comes, or not, before policies hear of it (`filling.py`)
+        """
         layout = arena.layout
         self.inserted = 0
         self.inserted_bytes = 0
+        self.copied_bytes = self._missed_bytes = 0
+        self._device_fills = device_fills
+        self._came = np.zeros(arena.use.shape, bool)  # since `decide` was asked last
+        self._blob_bytes = np.array(layout.blob_bytes, np.int64)
         self._arena = arena
         self._make = make
         self._say = say
@@ -48,9 +62,16 @@ class Residency:
         used, rows = self._news(rows)
         evicted: list[tuple[int, int]] = []
         inserted: list[tuple[int, int]] = []
+        in_slots = arena.expert_tier == Tier.SLOT
+        self._missed_bytes += self._bytes_of_missed(used)
+        self._came = np.zeros_like(in_slots)
         for layers, policy in zip(self._layers, self._policies, strict=True):
-            resident = arena.expert_tier[layers] == Tier.SLOT
-            moves = policy.after(used[layers], rows, resident, self._slots(layers))
+            resident, slots = in_slots[layers], self._slots(layers)
+            is_full = slots <= np.count_nonzero(resident)
+            if self._device_fills and not (policy.fetches and is_full):
+                policy.note(used[layers], rows)
+                continue
+            moves = policy.after(used[layers], rows, resident, slots)
             evicted += [(int(layers[layer]), expert) for layer, expert in moves.evicted]
             inserted += [(int(layers[layer]), expert) for layer, expert in moves.inserted]
         return Moves(evicted, inserted)
@@ -75,6 +96,7 @@ class Residency:
             arena.evict(layer, expert)
         arena.reclaim()
         self._counted, self._unseen_rows = arena.use.copy(), 0
+        self._came[:] = False
         unranked = np.full(arena.use.shape, -1, np.int32)
         self._policies = [self._make(unranked[layers]) for layers in self._layers]
 
@@ -85,6 +107,37 @@ class Residency:
         behind until then.
         """
         self._unseen_rows += rows
+
+    @property
+    def missed_bytes(self) -> int:
+        """Bytes of experts that steps used and that had no slot when they began, for each choice.
+
+        Policies are told nothing of steps while there are no slots, or one for each expert.
+        """
+        return self._missed_bytes + self._bytes_of_missed(self._arena.use - self._counted)
+
+    def _bytes_of_missed(self, used: npt.NDArray[np.int64]) -> int:
+        """Return the bytes of experts that the last step used and missed; nobody left whom it
+        used."""
+        in_slots = self._arena.expert_tier == Tier.SLOT
+        missed = np.where(in_slots & ~self._came, 0, used)
+        return int(missed.sum(axis=1) @ self._blob_bytes)
+
+    def worth(self) -> Worth:
+        """Return what experts (layers, experts) are worth to a device that brings misses itself."""
+        found = Worth(np.empty(self._arena.use.shape), np.empty(self._arena.use.shape))
+        for layers, policy in zip(self._layers, self._policies, strict=True):
+            found.gain[layers], found.heat[layers] = policy.worth()
+        return found
+
+    def note_filled(self, came: Mask, *, is_counted: bool) -> None:
+        """Count experts (layers, experts) that a device has brought to slots itself.
+
+        is_counted   `decide` will hear of the step that did it
+        """
+        if is_counted:
+            self._came |= came
+        self._count(came)
 
     def heat(self) -> Heat:
         """Return the place of each expert (layers, experts) among those of its size, coldest first.
@@ -115,7 +168,7 @@ class Residency:
         arena = self._arena
         before = arena.expert_tier == Tier.SLOT
         try:
-            self.inserted += arena.fill(experts)
+            arena.fill(experts)
         except DeviceLost:
             raise
         except DriverError as error:
@@ -124,8 +177,15 @@ class Residency:
             self._failing = True
             return
         self._failing = False
-        came = np.count_nonzero((arena.expert_tier == Tier.SLOT) & ~before, axis=1)
-        self.inserted_bytes += int(came @ np.array(arena.layout.blob_bytes, np.int64))
+        self.copied_bytes += self._count((arena.expert_tier == Tier.SLOT) & ~before)
+
+    def _count(self, came: Mask) -> int:
+        """Count experts that came to slots; return their bytes."""
+        each = np.count_nonzero(came, axis=1)
+        size_bytes = int(each @ self._blob_bytes)
+        self.inserted += int(each.sum())
+        self.inserted_bytes += size_bytes
+        return size_bytes
 
     def _slots(self, layers: npt.NDArray[np.intp]) -> int:
         """Return how many slots have the size of these layers' experts."""

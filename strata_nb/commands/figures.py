@@ -78,6 +78,8 @@ class Figures:
             "decode_tps": self.decode_tps,
             "finish": self.finish,
             "seed": self.seed,
+            "link_bytes_per_token": report.link_bytes
+            / max(1, self.prompt_tokens + self.generated_tokens),
             **memory_stats(report),
         }
 
@@ -91,6 +93,11 @@ def memory_stats(report: Report) -> dict[str, object]:
         "slots": report.slots,
         "resident": report.resident,
         "hit_rate": report.hit_rate,
+        "hits": report.hits,
+        "misses": report.misses,
+        "filled": report.filled,
+        "missed_bytes": report.missed_bytes,
+        "link_bytes": report.link_bytes,
         "inserted": report.inserted,
         "inserted_bytes": report.inserted_bytes,
         "kv_cells": report.kv_cells,
@@ -143,6 +150,11 @@ def memory_text(engine: Engine, cells: int) -> str:
         hits = f"{report.hit_rate:.1%} hits with {report.resident:,} experts"
         moved = f"{report.inserted:,} inserted, {bytes_text(report.inserted_bytes)}"
         text += f" · {hits} in {report.slots:,} slots, {moved}"
+        if report.filled:
+            text += (
+                f", {report.filled:,} of {report.misses:,} misses kept, "
+                f"{bytes_text(report.link_bytes)} over the link"
+            )
     elif engine.description.experts:
         text += " · experts read in place"
     return " · ".join(

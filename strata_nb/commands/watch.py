@@ -187,6 +187,8 @@ class Watch:
             parts.append(f"{len(look.resident):,} experts in {look.slots:,} slots")
         if look.slots and look.hits + look.misses:
             parts.append(f"{look.hits / (look.hits + look.misses):.1%} hits")
+        if look.filled:
+            parts.append(f"{look.filled:,} misses kept")
         if self._generation.generated > 1:  # the first is not of `decode_s`
             rate = (self._generation.generated - 1) / self._generation.decode_s
             parts.append(f"{rate:.1f} tok/s")

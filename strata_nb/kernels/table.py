@@ -110,9 +110,13 @@ _KERNELS = (
     # choices row * top_k + place of expert e are members[starts[e] : starts[e + 1]], ascending;
     # places (rows * top_k,) is the inverse, where a choice stands in members. Counts them too:
     # use int64 (experts,) grows by how often each was chosen, tally int64 (2,) by the choices whose
-    # tier uint8 (experts,) is 0 (a slot: a hit) and by the others (misses).
+    # tier uint8 (experts,) is 0 (a slot: a hit) and by the others (misses). A device may give
+    # missed experts slots as the record `plan` says (`fill_plans.py`): homes int64 (experts,) are
+    # their addresses in host memory, seen int64 (experts,) the windows that used them last.
+    # addresses are those of expert_gate_up, and changed here. Elsewhere the last three are 0.
     _kernel(
-        "expert_group", "*rows *chosen *tier *use *tally *starts *members *places experts top_k"
+        "expert_group",
+        "*rows *chosen *tier *use *tally *starts *members *places experts top_k *homes *seen *plan",
     ),
     # Bring the rows of x (of row_bytes bytes each, packed or float32) into the order of members:
     # gathered (rows * top_k,). An expert with a single row is left out: it is read where it is.

@@ -305,6 +305,9 @@ class Emitter:
                 "starts": self._starts,
                 "members": self._buffer("members", _WORD * choices),
                 "places": self._buffer("places", _WORD * choices),
+                "homes": experts.homes,
+                "seen": experts.seen,
+                "plan": experts.plan,
             },
         )
 

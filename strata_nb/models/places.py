@@ -48,6 +48,8 @@ class ExpertPlaces(NamedTuple):
     forced                 of int16 (context, top_k): the experts that each position uses, whatever
                            the router says; 0: what it says
     parts                  by the names of `EXPERT_PARTS`
+    homes, seen, plan      of int64 (experts,) twice and a record of `fill_plans.py`, where
+                           programs give experts slots; else 0
     """
 
     addresses: int
@@ -56,6 +58,9 @@ class ExpertPlaces(NamedTuple):
     tally: int
     forced: int
     parts: Mapping[str, ExpertPart]
+    homes: int = 0
+    seen: int = 0
+    plan: int = 0
 
 
 class KVPlaces(NamedTuple):

@@ -98,7 +98,8 @@ def _routed(
     given = arguments_of(router) | arguments_of(group) | arguments_of(gather)
     places = groups_at(given["gathered"], rows * given["top_k"], given["experts"])
     given |= places._asdict()
-    yield part("route", router.label, {**given, **arguments_of(gate_up), "blobs": given["places"]})
+    # Nobody comes to a slot in a batch, so that blobs are written and not looked at.
+    yield part("route", router.label, {**arguments_of(gate_up), **given, "blobs": given["places"]})
     yield part("batch_count", group.label, given)
     yield part("batch_group", group.label, given)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import Any
 
+from strata_nb.kernels.gpu import intrinsics
 from strata_nb.kernels.gpu.intrinsics import Intrinsic
 
 Function = Callable[..., Any]
@@ -52,3 +53,14 @@ def rebind(
     if not isinstance(kernel, FunctionType):
         raise TypeError(f"{kernel!r} is no plain function")
     return copy(kernel)
+
+
+def with_loads(function: Function) -> Function:
+    """Return a copy of a device function that loads what it fetched: of memory that the kernel
+    writes before."""
+
+    def meaning(intrinsic: Intrinsic) -> Any:
+        first, _, rest = intrinsic.name.partition("_")
+        return getattr(intrinsics, f"load_{rest}") if first == "fetch" else intrinsic
+
+    return rebind(function, meaning)

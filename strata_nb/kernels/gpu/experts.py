@@ -10,6 +10,7 @@ they are, and then goes through them a tile at a time. `expert_down` knows befor
 it has ended, because `route` was two launches ago.
 
 Of an expert without a slot nothing is asked for ahead: host memory is read once, by who uses it.
+One that comes to a slot is brought there by all blocks, each what it reads (`filling.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from typing import Any
 
 from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.activations import quantise_sub_block
+from strata_nb.kernels.gpu.binding import with_loads
 from strata_nb.kernels.gpu.exponential import silu
+from strata_nb.kernels.gpu.filling import (
+    ADDRESS,
+    COMES,
+    IN_HOST_MEMORY,
+    ROW_COMES,
+    bringer,
+    row_bringer,
+)
 from strata_nb.kernels.gpu.floats import EIGHT, FLOATS, lane_product
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
@@ -51,15 +61,13 @@ from strata_nb.kernels.gpu.operations import (
     warp_sum,
 )
 from strata_nb.kernels.gpu.products import row_bytes_of, row_sum
-from strata_nb.kernels.gpu.routing import IN_HOST_MEMORY
 from strata_nb.kernels.gpu.tables import table_bytes, table_filler
-from strata_nb.kernels.gpu.tile_rows import tiles_of
+from strata_nb.kernels.gpu.tile_rows import Tile, tiles_of
 from strata_nb.kernels.gpu.tiles import tile_product
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK, UNPACKED
 
 _FLOAT_WARPS = 8  # of a block of floats
-_IN_SLOT = ~IN_HOST_MEMORY  # of a word of `blobs`, the address
 
 
 def expert_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs: int) -> GpuKernel:
@@ -96,20 +104,30 @@ def _reads(*kinds: TensorType) -> Callable[[Arguments, int], int]:
 
 
 @cache
-def _bringer(kind: TensorType, sub_blocks: int, is_whole: bool) -> Function:
-    """Return a device function that asks for rows of a weight: bring(blob, place, rows).
+def _asker(kind: TensorType, sub_blocks: int, is_whole: bool) -> Function:
+    """Return a device function that asks for rows of a weight in a slot: ask(blob, place, rows).
 
     blob   a word of `blobs`
     place  of the first row, which begins a group, in the blob
     """
     row_bytes = row_bytes_of(kind)(sub_blocks)
-    in_sixteens = is_whole and GROUP_ROWS * row_bytes % 16 == 0
+    in_sixteens = is_whole and _in_sixteens(row_bytes)
 
-    def bring(blob: int, place: int, rows: int) -> None:
-        if in_sixteens and blob & IN_HOST_MEMORY == 0:
-            prefetch(blob + place, i32(rows * row_bytes))
+    def ask(blob: int, place: int, rows: int) -> None:
+        if in_sixteens and blob & (IN_HOST_MEMORY | COMES) == 0:
+            prefetch((blob & ADDRESS) + place, i32(rows * row_bytes))
 
-    return bring
+    return ask
+
+
+def _tile_of(kind: TensorType, sub_blocks: int, table: int) -> Tile:
+    """Return how tiles of a type are multiplied that a block may have written itself."""
+    return Tile(*map(with_loads, tile_product(kind, sub_blocks, table)))
+
+
+def _in_sixteens(row_bytes: int) -> bool:
+    """Return whether groups of rows of so many bytes begin at multiples of 16."""
+    return GROUP_ROWS * row_bytes % 16 == 0
 
 
 def _of_shape(name: str, sub_blocks: int, is_whole: bool) -> str:
@@ -125,8 +143,8 @@ def _bring_share(blob: int, offset: int, size: int, share: int) -> None:
     card's memory would rest.
     """
     first = share * i64(block_z())
-    if first < size and share != 0 and blob & IN_HOST_MEMORY == 0:
-        prefetch(blob + offset + first, i32(min(share, size - first)))
+    if first < size and share != 0 and blob & (IN_HOST_MEMORY | COMES) == 0:
+        prefetch((blob & ADDRESS) + offset + first, i32(min(share, size - first)))
 
 
 def share_of_down(size: int, outputs: int) -> int:
@@ -189,19 +207,22 @@ def _packed_gate_up(
     gate_table = 2 * _SUMS_BYTES * PARTS  # behind the sums
     is_one_type = gate_kind is up_kind
     up_table = gate_table if is_one_type else gate_table + table_bytes(gate_kind)
-    read_gate, add_gate = tile_product(gate_kind, sub_blocks, gate_table)
-    read_up, add_up = tile_product(up_kind, sub_blocks, up_table)
+    read_gate, add_gate = _tile_of(gate_kind, sub_blocks, gate_table)
+    read_up, add_up = _tile_of(up_kind, sub_blocks, up_table)
     fill_gate = table_filler(gate_kind, gate_table, _GATE_UP_THREADS)
     fill_up = table_filler(up_kind, up_table, _GATE_UP_THREADS)
     gate_bytes = row_bytes_of(gate_kind)(sub_blocks)
     up_bytes = row_bytes_of(up_kind)(sub_blocks)
-    bring_gate = _bringer(gate_kind, sub_blocks, is_whole)
-    bring_up = _bringer(up_kind, sub_blocks, is_whole)
+    ask_gate = _asker(gate_kind, sub_blocks, is_whole)
+    ask_up = _asker(up_kind, sub_blocks, is_whole)
+    bring_gate = bringer(_in_sixteens(gate_bytes), _GATE_UP_THREADS)
+    bring_up = bringer(_in_sixteens(up_bytes), _GATE_UP_THREADS)
     tiles = tiles_of(sub_blocks)
 
     def expert_gate_up(
         rows: int,
         blobs: int,
+        sources: int,
         x: int,
         inner: int,
         packed: int,
@@ -229,11 +250,19 @@ def _packed_gate_up(
         if in_row >= here:
             return
         word = load_i64(blobs + 8 * choice)
-        blob = word & _IN_SLOT
+        of_block = min(outputs - block, SUB_BLOCK)
+        before_gate, before_up = gate_offset + block * gate_bytes, up_offset + block * up_bytes
         if thread == 0:
-            bring_gate(word, gate_offset + block * gate_bytes, min(outputs - block, SUB_BLOCK))
+            ask_gate(word, before_gate, of_block)
         if thread == WARP:
-            bring_up(word, up_offset + block * up_bytes, min(outputs - block, SUB_BLOCK))
+            ask_up(word, before_up, of_block)
+        if word & COMES != 0:
+            source = load_i64(sources + 8 * choice)
+            bring_gate(word, source, before_gate, of_block * gate_bytes, thread)
+            bring_up(word, source, before_up, of_block * up_bytes, thread)
+            barrier()
+            word = load_i64(blobs + 8 * choice)
+        blob = word & ADDRESS
         gate, up = f32(0.0), f32(0.0)
         if first < outputs:
             rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
@@ -281,13 +310,18 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
 
     Reads gate and up once for each choice, and its row for each warp.
     """
-    gate_product, gate_size = lane_product(gate_kind, in_eights), FLOATS[gate_kind].size_bytes
-    up_product, up_size = lane_product(up_kind, in_eights), FLOATS[up_kind].size_bytes
-    each = SUB_BLOCK // _FLOAT_WARPS
+    gate_product, gate_size = (
+        with_loads(lane_product(gate_kind, in_eights)),
+        FLOATS[gate_kind].size_bytes,
+    )
+    up_product, up_size = with_loads(lane_product(up_kind, in_eights)), FLOATS[up_kind].size_bytes
+    each, threads = SUB_BLOCK // _FLOAT_WARPS, WARP * _FLOAT_WARPS
+    bring = bringer(in_eights, threads)
 
     def expert_gate_up(
         rows: int,
         blobs: int,
+        sources: int,
         x: int,
         inner: int,
         packed: int,
@@ -309,9 +343,17 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
             return
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
-        blob = load_i64(blobs + 8 * choice) & _IN_SLOT
-        number = each * warp
-        last = min(number + each, outputs - block)
+        word, of_block = load_i64(blobs + 8 * choice), min(outputs - block, SUB_BLOCK)
+        if word & COMES != 0:
+            source = load_i64(sources + 8 * choice)
+            gate_bytes, up_bytes = gate_size * values, up_size * values
+            before_gate, before_up = gate_offset + block * gate_bytes, up_offset + block * up_bytes
+            bring(word, source, before_gate, of_block * gate_bytes, thread)
+            bring(word, source, before_up, of_block * up_bytes, thread)
+            barrier()
+            word = load_i64(blobs + 8 * choice)
+        blob, number = word & ADDRESS, each * warp
+        last = min(number + each, of_block)
         while number < last:
             before = (block + number) * values
             gate = gate_product(blob + gate_offset + gate_size * before, of_row, values, lane)
@@ -327,7 +369,6 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
             _finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
     name = _name(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", in_eights)
-    threads = WARP * _FLOAT_WARPS
     return GpuKernel(
         name,
         expert_gate_up,
@@ -368,7 +409,8 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
     A warp has every eighth part of a choice (`parts_of_down`), whose tiles it adds up one after the
     other; in the end the parts of a choice are added, and the choices by ascending expert. A warp
     reads the weights of three tiles before it multiplies, the first three while `expert_gate_up`
-    still runs: an expert of 768 values has no more.
+    still runs: an expert of 768 values has no more. Where some of the experts come to slots, it
+    waits first, as everybody does who writes.
 
     Reads down once for each choice, and inner, 1.5 bytes a value, for each group.
     """
@@ -378,10 +420,11 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
     part_bits = parts.bit_length() - 1
     shares_at = 4 * GROUP_ROWS * items
     table = shares_at + 4 * top_k
-    read_tile, add_tile = tile_product(kind, sub_blocks, table)
+    read_tile, add_tile = _tile_of(kind, sub_blocks, table)
     fill = table_filler(kind, table, WARP * _DOWN_WARPS)
     group_row_bytes = row_bytes_of(kind)(sub_blocks)
-    bring = _bringer(kind, sub_blocks, is_whole)
+    ask = _asker(kind, sub_blocks, is_whole)
+    bring = row_bringer(_in_sixteens(group_row_bytes), WARP * _DOWN_WARPS)
 
     def turn_of(warp: int, turn: int) -> Any:
         """Return the item of a warp's turn, and the number of its tile."""
@@ -393,7 +436,7 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
     ) -> Any:
         """Read the tile of a turn; where there is none another one."""
         item, tile = turn_of(warp, turn)
-        blob = load_i64(blobs + 8 * (min(item, items - 1) >> part_bits)) & _IN_SLOT
+        blob = load_i64(blobs + 8 * (min(item, items - 1) >> part_bits)) & ADDRESS
         return read_tile(blob + group, rows_here, row, quarter, min(tile, tiles - 1))
 
     def add(
@@ -429,6 +472,7 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
     def expert_down(
         rows: int,
         blobs: int,
+        sources: int,
         inner: int,
         shares: int,
         y: int,
@@ -446,12 +490,17 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
         rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
         row = lane & GROUP_ROWS - 1 if is_whole else min(lane & GROUP_ROWS - 1, rows_here - 1)
         quarter, choices = lane >> 3, of_row * top_k
-        blobs += 8 * choices
+        blobs, sources = blobs + 8 * choices, sources + 8 * choices
         inner += SUB_BLOCK_BYTES * sub_blocks * choices
         group = down_offset + first * group_row_bytes
+        is_ahead = load_i64(blobs) & ROW_COMES == 0
         if thread < top_k:
-            bring(load_i64(blobs + 8 * thread), group, rows_here)
+            ask(load_i64(blobs + 8 * thread), group, rows_here)
             shared_store_f32(shares_at + 4 * thread, load_f32(shares + 4 * (choices + thread)))
+        if not is_ahead:
+            await_previous()
+            bring(blobs, sources, top_k, group, i64(rows_here) * group_row_bytes, thread)
+            barrier()
         place = y + 4 * (of_row * outputs + first + thread)
         before = load_f32(place) if thread < rows_here else f32(0.0)
 
@@ -460,7 +509,8 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
         others = read(warp, turn + 1, blobs, group, rows_here, row, quarter)
         thirds = read(warp, turn + 2, blobs, group, rows_here, row, quarter)
         fill(thread)
-        await_previous()
+        if is_ahead:
+            await_previous()
         total = f32(0.0)
         while turn < turns:
             total = add(total, warp, turn, ones, inner, lane, quarter)
@@ -493,11 +543,13 @@ def _float_down(kind: TensorType, in_eights: bool) -> GpuKernel:
 
     Reads down once for each choice, and its row for each warp.
     """
-    product, size = lane_product(kind, in_eights), FLOATS[kind].size_bytes
+    product, size = with_loads(lane_product(kind, in_eights)), FLOATS[kind].size_bytes
+    bring = row_bringer(in_eights, WARP * _FLOAT_WARPS)
 
     def expert_down(
         rows: int,
         blobs: int,
+        sources: int,
         inner: int,
         shares: int,
         y: int,
@@ -508,15 +560,22 @@ def _float_down(kind: TensorType, in_eights: bool) -> GpuKernel:
     ) -> None:
         of_row, thread = i64(block_x()), i64(thread_index())
         here = load_i64(rows)
-        output, lane = GROUP_ROWS * i64(block_y()) + (thread >> 5), thread & WARP - 1
+        first = GROUP_ROWS * i64(block_y())
+        output, lane = first + (thread >> 5), thread & WARP - 1
         await_previous()
-        if of_row >= here or output >= outputs:
+        if of_row >= here:
             return
-        weights = down_offset + size * values * output
-        k, total = of_row * top_k, f32(0.0)
+        k, row_bytes = of_row * top_k, size * values
+        if load_i64(blobs + 8 * k) & ROW_COMES != 0:
+            before, rows_here = down_offset + first * row_bytes, min(outputs - first, GROUP_ROWS)
+            bring(blobs + 8 * k, sources + 8 * k, top_k, before, rows_here * row_bytes, thread)
+            barrier()
+        if output >= outputs:
+            return
+        weights, total = down_offset + row_bytes * output, f32(0.0)
         last = k + top_k
         while k < last:
-            blob, share = load_i64(blobs + 8 * k) & _IN_SLOT, load_f32(shares + 4 * k)
+            blob, share = load_i64(blobs + 8 * k) & ADDRESS, load_f32(shares + 4 * k)
             x = inner + 4 * values * k
             total = fma(share, product(blob + weights, x, values, lane), total)
             k += 1

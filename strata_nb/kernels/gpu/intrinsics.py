@@ -169,7 +169,7 @@ def _load_vector(
     return emit
 
 
-def _store_vector(count: int, element: str, place: Callable[..., Any]) -> Emit:
+def _store_vector(count: int, element: str, place: Callable[..., Any] = _global) -> Emit:
     """Return what stores several neighbours at once; `place` as `_load` has it."""
 
     def emit(builder: Any, arguments: list[Any]) -> None:
@@ -221,6 +221,9 @@ store_i64 = Intrinsic("store_i64", "void(i64, i64)", body=_store("i64", _global)
 store_i32 = Intrinsic("store_i32", "void(i64, i32)", body=_store("i32", _global))
 store_i16 = Intrinsic("store_i16", "void(i64, i32)", body=_store("i16", _global))
 store_i8 = Intrinsic("store_i8", "void(i64, i32)", body=_store("i8", _global))
+store_4xi32 = Intrinsic(
+    "store_4xi32", "void(i64, i32, i32, i32, i32)", body=_store_vector(4, "i32")
+)
 
 shared_load_f32 = Intrinsic(
     "shared_load_f32", "f32(i64)", body=_load("f32", "f32", _shared, constant=False)

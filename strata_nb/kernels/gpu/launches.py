@@ -38,7 +38,7 @@ def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     found = list(with_runs(program))
     if rows > WINDOW_ROWS:
         found = list(with_batches(list(with_slices(found, rows)), rows))
-    found = list(with_shares(with_routes(found)))
+    found = list(with_shares(with_routes(found, rows)))
     if rows == 1:
         found = list(with_routers(list(with_ready_rows(found))))
         found = list(with_products(found))

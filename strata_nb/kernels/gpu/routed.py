@@ -1,18 +1,21 @@
-"""What a card launches in place of a layer's routing and experts: three kernels of its own.
+"""What a card launches in place of a layer's routing and experts: kernels of its own.
 
     the table                          a card
     router_top_k, expert_group         route           choices, counts, where the experts are
+    -                                  expert_fill     who comes to a slot; of a single row `route`
+                                                       says that too
     expert_gather                      -               rows are read where they are
     expert_gate_up                     expert_gate_up  in order of choices
     expert_down                        expert_down
 
 The table sorts choices by expert, for devices that read a prompt's rows many at a time. A card has
-few rows: choice row * top_k + k stays where it is, `starts` and `places` are not written, and in
-the place of `members` are the addresses of the experts' blobs.
+few rows: choice row * top_k + k stays where it is, `starts` is not written, and in the places of
+`members` and `places` are the addresses of the experts' blobs, and whence those are brought that
+come to a slot: `blobs` of `routing.py`, and `sources` of `filling.py`.
 
-The arguments of the three are named as those of the table; what `blobs` is says `routing.py`.
-`inner`, `packed` and what `expert_down` reads of them have a row for each choice. `down_offset`,
-`down_bytes` and `down_share` say what `expert_gate_up` asks for ahead: weights of the next launch.
+The other arguments are named as those of the table. `inner`, `packed` and what `expert_down` reads
+of them have a row for each choice. `down_offset`, `down_bytes` and `down_share` say what
+`expert_gate_up` asks for ahead: weights of the next launch.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from strata_nb.kernels.gpu.experts import (
     expert_gate_up_kernel,
     share_of_down,
 )
+from strata_nb.kernels.gpu.filling import expert_fill_kernel
 from strata_nb.kernels.gpu.operations import Arguments, GpuKernel
 from strata_nb.kernels.gpu.routing import route_kernel
 from strata_nb.kernels.program import Launch
@@ -60,19 +64,25 @@ def card_kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> 
 
 CARD_KERNELS = {
     "route": card_kernel(
-        "*rows *logits *positions *forced *tier *addresses *use *tally *chosen *shares *blobs "
-        "experts top_k renormalise",
-        lambda _, given: route_kernel(given["experts"], given["top_k"]),
+        "*rows *logits *positions *forced *addresses *homes *seen *plan *use *tally *chosen "
+        "*shares *blobs *sources experts top_k renormalise",
+        lambda decides, given: route_kernel(
+            given["experts"], given["top_k"], decides=bool(decides)
+        ),
+    ),
+    "expert_fill": card_kernel(
+        "*rows *addresses *homes *seen *plan *chosen *blobs *sources experts top_k",
+        lambda _, given: expert_fill_kernel(given["experts"]),
     ),
     "expert_gate_up": card_kernel(
-        "*rows *blobs *x *inner *packed gate_offset up_offset top_k values outputs row_bytes "
-        "down_offset down_bytes down_share",
+        "*rows *blobs *sources *x *inner *packed gate_offset up_offset top_k values outputs "
+        "row_bytes down_offset down_bytes down_share",
         lambda pair, given: expert_gate_up_kernel(
             pair[0], pair[1], given["values"], given["outputs"]
         ),
     ),
     "expert_down": card_kernel(
-        "*rows *blobs *inner *shares *y down_offset top_k values outputs",
+        "*rows *blobs *sources *inner *shares *y down_offset top_k values outputs",
         lambda kind, given: expert_down_kernel(
             kind, given["values"], given["outputs"], given["top_k"]
         ),
@@ -80,8 +90,9 @@ CARD_KERNELS = {
 }
 
 
-def with_routes(program: Sequence[Launch | CardLaunch]) -> Iterator[Launch | CardLaunch]:
-    """Yield the launches of a program, with those of each layer's experts as a card has them.
+def with_routes(program: Sequence[Launch | CardLaunch], rows: int) -> Iterator[Launch | CardLaunch]:
+    """Yield the launches of a program of so many rows, with those of each layer's experts as a card
+    has them.
 
     ValueError where one of them stands alone: it has no kernel on a card.
     """
@@ -96,26 +107,34 @@ def with_routes(program: Sequence[Launch | CardLaunch]) -> Iterator[Launch | Car
         if tuple(part.kernel for part in layer) != FUSED:
             names = ", ".join(part.kernel for part in layer)
             raise ValueError(f"{one.label}: a card takes {', '.join(FUSED)} together, not {names}")
-        yield from _routed(*layer)
+        yield from _routed(*layer, is_alone=rows == 1)
         number += len(FUSED)
 
 
 def _routed(
-    router: Launch, group: Launch, gather: Launch, gate_up: Launch, down: Launch
+    router: Launch,
+    group: Launch,
+    gather: Launch,
+    gate_up: Launch,
+    down: Launch,
+    *,
+    is_alone: bool,
 ) -> Iterator[CardLaunch]:
-    last, kind = _named(down), down.variant
+    last, kind, grouped = _named(down), down.variant, _named(group)
     assert isinstance(kind, TensorType)  # noqa: S101 - the table says so
     down_bytes = last["outputs"] * row_bytes(kind, last["values"])
     after = {
         **_named(gate_up),
-        "blobs": _named(group)["members"],
+        "blobs": grouped["members"],
+        "sources": grouped["places"],
         "down_offset": last["down_offset"],
         "down_bytes": down_bytes,
         "down_share": share_of_down(down_bytes, _named(gate_up)["outputs"]),
     }
-    yield CARD_KERNELS["route"].part(
-        {**_named(router), **_named(group), **after}, label=router.label
-    )
+    routing = {**_named(router), **grouped, **after}
+    yield CARD_KERNELS["route"].part(routing, is_alone, router.label)
+    if not is_alone:
+        yield CARD_KERNELS["expert_fill"].part(routing, label=f"{group.label} fill")
     yield CARD_KERNELS["expert_gate_up"].part(after, gate_up.variant, gate_up.label)
     yield CARD_KERNELS["expert_down"].part({**after, **last}, down.variant, down.label)
 

@@ -139,6 +139,7 @@ def router_kernel(kind: TensorType, width: int, experts: int) -> GpuKernel:
         if (number >> 5) % blocks == block_x():
             write_four(four, number, out, packed, width >> 5)
 
+    of_thread, route_one = expert_of(True), route_row(True)
     fetch, norm, keep_each = row_norm(width, _THREADS, keep)
     write_each = row_norm(width, _THREADS, write).each
 
@@ -161,13 +162,16 @@ def router_kernel(kind: TensorType, width: int, experts: int) -> GpuKernel:
         logits: int,
         positions: int,
         forced: int,
-        tier: int,
         addresses: int,
+        homes: int,
+        seen: int,
+        plan: int,
         use: int,
         tally: int,
         chosen: int,
         shares: int,
         blobs: int,
+        sources: int,
         _experts: int,
         top_k: int,
         renormalise: int,
@@ -181,7 +185,7 @@ def router_kernel(kind: TensorType, width: int, experts: int) -> GpuKernel:
         second = eight(of_output + size * min(value + step, last))
         norm_weights = fetch(norm_weight, thread)
         before = fetch_f32(bias + 4 * output) if bias != 0 else f32(0.0)
-        blob = expert_of(thread, experts, addresses, tier)
+        of_expert = of_thread(thread, experts, addresses, homes, seen, plan)
         here = load_i64(rows)
         hold(i32(bits_of_f32(first[0]) ^ bits_of_f32(second[0]) ^ bits_of_f32(norm_weights[0])))
         await_previous()
@@ -202,17 +206,22 @@ def router_kernel(kind: TensorType, width: int, experts: int) -> GpuKernel:
                 other += 1
             store_f32(logits + 4 * output, total + before if bias != 0 else total)
         if is_last(rows, blocks, thread, place):
-            route_row(
+            route_one(
                 0,
-                blob,
+                of_expert,
                 logits,
                 positions,
                 forced,
+                addresses,
+                homes,
+                seen,
+                plan,
                 use,
                 tally,
                 chosen,
                 shares,
                 blobs,
+                sources,
                 experts,
                 top_k,
                 renormalise,

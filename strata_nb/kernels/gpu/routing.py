@@ -7,10 +7,13 @@ experts a warp has a few hundred instructions; with twice as many there are four
 
 Kernels of cards read the row of a choice where it is, so choices stay in the order of rows and are
 not sorted by expert. What they need of an expert is its address: `route` looks it up, and whether
-the blob is in a slot, so that who comes next does not wait for two loads, one after the other.
+the blob is in a slot, so that who comes next does not wait for two loads, one after the other. An
+expert has no slot where its address is that of its home, in the host's memory.
 
     blobs   int64 (rows, top_k), by ascending expert of each row: the address of the blob, plus
-            IN_HOST_MEMORY where it has no slot
+            IN_HOST_MEMORY where it is read there; of a single row also what `filling.py` adds
+
+For a single row it decides as well which missed experts get slots (`filling.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,21 @@ from functools import cache
 from typing import Any
 
 from strata_nb.errors import UnsupportedDevice
+from strata_nb.fill_plans import LISTED, NOT_LISTED, OFFERED, WINDOW
 from strata_nb.kernels.gpu.exponential import exp
+from strata_nb.kernels.gpu.filling import (
+    COMES,
+    IN_HOST_MEMORY,
+    LISTS_BYTES,
+    LOWEST,
+    ROW_COMES,
+    gain_of,
+    heat_of,
+    list_victim,
+    may_leave,
+    order_of,
+    slot_for,
+)
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     add_i64,
@@ -28,7 +45,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     barrier,
     block_x,
     f32,
-    fetch_u8,
     i32,
     i64,
     load_f32,
@@ -43,20 +59,30 @@ from strata_nb.kernels.gpu.intrinsics import (
     store_i64,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, Grid, block_sum, blocks_of
-
-IN_HOST_MEMORY = 1  # added to the address of a blob, which is even
+from strata_nb.kernels.gpu.operations import (
+    Arguments,
+    Function,
+    GpuKernel,
+    Grid,
+    block_sum,
+    blocks_of,
+)
 
 _MOST_EXPERTS = 1024  # threads of a block
 _MOST_CHOICES = 64
 _INFINITY = math.inf
 
 # Shared memory: the sums of `block_sum`; numbers of the chosen; what the chosen raise,
-# by ascending number; the largest logit; the logit of every expert, and of none up to whole warps.
+# by ascending number; the largest logit; what `filling.py` needs: the gains of the chosen,
+# who may leave, and whether somebody comes; the logit of every expert, and of none up to
+# whole warps.
 _NUMBERS = 4 * WARP
 _RAISED = _NUMBERS + 4 * _MOST_CHOICES
 _MOST = _RAISED + 4 * _MOST_CHOICES
-_LOGITS = _MOST + 16
+_GAINS = _MOST + 16
+_LISTS = _GAINS + 4 * _MOST_CHOICES
+_COMING = _LISTS + LISTS_BYTES
+_LOGITS = _COMING + 16
 
 
 def route_bytes(threads: int) -> int:
@@ -134,103 +160,181 @@ def _sum_of_chosen(top_k: Any) -> Any:
     return total
 
 
-def expert_of(thread: Any, experts: Any, addresses: Any, tier: Any) -> Any:
-    """Return where the expert of a thread is, as a word of `blobs`; 0 where there is none.
+def _somebody_wants(top_k: Any) -> Any:
+    """Return whether one of the chosen would gain by a slot."""
+    found, other = False, i64(0)
+    while other < top_k:
+        found = found or shared_load_f32(_GAINS + 4 * other) > f32(LOWEST)
+        other += 1
+    return found
 
-    It is written between steps, so whoever looks it up need not wait for the launch before.
+
+@cache
+def expert_of(decides: bool) -> Function:
+    """Return a device function: what a thread has to know of its expert when it is chosen.
+
+    of(thread, experts, addresses, homes, seen, plan) -> address and home, the number of the window
+    and of the last one that used the expert, its order, heat and gain by the plan; for a thread
+    without an expert, and of a plan by which nobody comes, numbers that mean nothing
+
+    All this was written between windows or by the last one, so whoever looks it up need not wait
+    for the launch before.
     """
-    if thread >= experts:
-        return i64(0)
-    blob = load_i64(addresses + 8 * thread)
-    return blob + (IN_HOST_MEMORY if fetch_u8(tier + thread) != 0 else 0)
+
+    def of(thread: Any, experts: Any, addresses: int, homes: int, seen: int, plan: int) -> Any:
+        is_expert = thread < experts
+        address = load_i64(addresses + 8 * thread) if is_expert else i64(0)
+        home = load_i64(homes + 8 * thread) if is_expert else i64(0)
+        window = load_i64(plan + WINDOW)
+        planned = load_i64(plan + OFFERED) + load_i64(plan + LISTED) if decides else i64(0)
+        fills = is_expert and planned > 0
+        used = load_i64(seen + 8 * thread) if fills else i64(0)
+        order = order_of(plan, thread, experts) if fills else i32(NOT_LISTED)
+        heat = heat_of(plan, thread, experts) if fills else f32(0.0)
+        gain = gain_of(plan, thread) if fills and address == home else f32(LOWEST)
+        return address, home, window, used, order, heat, gain
+
+    return of
 
 
-def route_row(
-    row: Any,
-    blob: Any,
-    logits: Any,
-    positions: Any,
-    forced: Any,
-    use: Any,
-    tally: Any,
-    chosen: Any,
-    shares: Any,
-    blobs: Any,
-    experts: Any,
-    top_k: Any,
-    renormalise: Any,
-) -> None:
-    """Choose the experts of a row, in a block of at least as many threads.
+@cache
+def route_row(decides: bool) -> Function:
+    """Return a device function that chooses the experts of a row, in a block of as many threads as
+    experts at least.
 
-    blob   a thread's, from `expert_of`
+    decides   who comes to a slot as well, which takes that there is a single row
+
+    route(row, own, logits, position, forced, addresses, homes, seen, plan, use, tally, chosen,
+    shares, blobs, sources, experts, top_k, renormalise); own is a thread's, from `expert_of`, and
+    position the address of the row's
     """
-    thread, lowest = i64(thread_index()), f32(-_INFINITY)
-    is_expert, is_miss = thread < experts, blob & IN_HOST_MEMORY
-    logit = load_f32(logits + 4 * (experts * row + thread)) if is_expert else lowest
-    ranked = logit if logit >= lowest else lowest  # NaN
-    shared_store_f32(_LOGITS + 4 * thread, ranked)
-    barrier()
-    rank = i64(_before(thread, ranked, experts + WARP - 1 & -WARP)) if is_expert else top_k
-    if rank == 0:
-        shared_store_f32(_MOST, ranked)
-    rank = chosen_ids(rank, thread, forced, positions + 8 * row, top_k)
-    is_chosen = rank < top_k
-    if is_chosen:
-        shared_store_i32(_NUMBERS + 4 * rank, i32(thread))
-    barrier()
-    raised = exp(logit - shared_load_f32(_MOST)) if is_expert else f32(0.0)
-    place = i64(0)
-    if is_chosen:
-        place = _place_by_number(i32(thread), top_k)
-        choice = top_k * row + place
-        store_i64(chosen + 8 * choice, thread)
-        store_i64(blobs + 8 * choice, blob)
-        shared_store_f32(_RAISED + 4 * place, raised)
-        add_i64(use + 8 * thread, i64(1))
-        add_i64(tally + 8 * is_miss, i64(1))
-    total = block_sum(raised, thread, experts + WARP - 1 >> 5)
-    if is_chosen:
-        share = raised / total
-        if renormalise != 0:
-            share = share / (_sum_of_chosen(top_k) / total)
-        store_f32(shares + 4 * (top_k * row + place), share)
+
+    def route(
+        row: Any,
+        own: Any,
+        logits: int,
+        position: int,
+        forced: int,
+        addresses: int,
+        homes: int,
+        seen: int,
+        plan: int,
+        use: int,
+        tally: int,
+        chosen: int,
+        shares: int,
+        blobs: int,
+        sources: int,
+        experts: int,
+        top_k: int,
+        renormalise: int,
+    ) -> None:
+        address, home, window, used, order, heat, gain = own
+        thread, lowest = i64(thread_index()), f32(-_INFINITY)
+        is_expert, is_miss = thread < experts, address == home
+        logit = load_f32(logits + 4 * (experts * row + thread)) if is_expert else lowest
+        ranked = logit if logit >= lowest else lowest  # NaN
+        shared_store_f32(_LOGITS + 4 * thread, ranked)
+        barrier()
+        rank = i64(_before(thread, ranked, experts + WARP - 1 & -WARP)) if is_expert else top_k
+        if rank == 0:
+            shared_store_f32(_MOST, ranked)
+            shared_store_i32(_COMING, i32(0))
+        rank = chosen_ids(rank, thread, forced, position, top_k)
+        is_chosen = rank < top_k
+        if is_chosen:
+            shared_store_i32(_NUMBERS + 4 * rank, i32(thread))
+            store_i64(seen + 8 * thread, window)
+        if decides:
+            if is_chosen:
+                shared_store_f32(_GAINS + 4 * rank, gain)
+            leaves = may_leave(not is_miss, is_chosen, used, window)
+            list_victim(_LISTS, thread, order, heat, leaves)
+        barrier()
+        slot, marks = i64(0), i64(0)
+        if decides and _somebody_wants(top_k):
+            if is_chosen and gain > f32(LOWEST):
+                slot = slot_for(
+                    thread, gain, _NUMBERS, _GAINS, top_k, _LISTS, plan, addresses, homes
+                )
+                if slot != 0:
+                    shared_store_i32(_COMING, i32(ROW_COMES))
+            barrier()
+            marks = i64(shared_load_i32(_COMING))
+        raised = exp(logit - shared_load_f32(_MOST)) if is_expert else f32(0.0)
+        place = i64(0)
+        if is_chosen:
+            place = _place_by_number(i32(thread), top_k)
+            choice = top_k * row + place
+            store_i64(chosen + 8 * choice, thread)
+            word = address + (IN_HOST_MEMORY if is_miss else 0)
+            if slot != 0:
+                word = slot + COMES
+                store_i64(sources + 8 * choice, home)
+            store_i64(blobs + 8 * choice, word + marks)
+            shared_store_f32(_RAISED + 4 * place, raised)
+            add_i64(use + 8 * thread, i64(1))
+            add_i64(tally + (8 if is_miss else 0), i64(1))
+        total = block_sum(raised, thread, experts + WARP - 1 >> 5)
+        if is_chosen:
+            share = raised / total
+            if renormalise != 0:
+                share = share / (_sum_of_chosen(top_k) / total)
+            store_f32(shares + 4 * (top_k * row + place), share)
+
+    return route
 
 
-def _route(
-    rows: int,
-    logits: int,
-    positions: int,
-    forced: int,
-    tier: int,
-    addresses: int,
-    use: int,
-    tally: int,
-    chosen: int,
-    shares: int,
-    blobs: int,
-    experts: int,
-    top_k: int,
-    renormalise: int,
-) -> None:
-    row, count = i64(block_x()), load_i64(rows)
-    blob = expert_of(i64(thread_index()), experts, addresses, tier)
-    await_previous()
-    if row < count:
-        route_row(
-            row,
-            blob,
-            logits,
-            positions,
-            forced,
-            use,
-            tally,
-            chosen,
-            shares,
-            blobs,
-            experts,
-            top_k,
-            renormalise,
-        )
+@cache
+def _route(decides: bool) -> Function:
+    """Return the kernel `route`."""
+    of_thread, route_one = expert_of(decides), route_row(decides)
+
+    def route(
+        rows: int,
+        logits: int,
+        positions: int,
+        forced: int,
+        addresses: int,
+        homes: int,
+        seen: int,
+        plan: int,
+        use: int,
+        tally: int,
+        chosen: int,
+        shares: int,
+        blobs: int,
+        sources: int,
+        experts: int,
+        top_k: int,
+        renormalise: int,
+    ) -> None:
+        row, count = i64(block_x()), load_i64(rows)
+        own = of_thread(i64(thread_index()), experts, addresses, homes, seen, plan)
+        await_previous()
+        if row < count:
+            route_one(
+                row,
+                own,
+                logits,
+                positions + 8 * row,
+                forced,
+                addresses,
+                homes,
+                seen,
+                plan,
+                use,
+                tally,
+                chosen,
+                shares,
+                blobs,
+                sources,
+                experts,
+                top_k,
+                renormalise,
+            )
+
+    return route
 
 
 def _grid(_: Arguments, most_rows: int) -> Grid:
@@ -238,13 +342,16 @@ def _grid(_: Arguments, most_rows: int) -> Grid:
 
 
 @cache
-def _of_threads(threads: int) -> GpuKernel:
+def _of_threads(threads: int, decides: bool) -> GpuKernel:
     shared_bytes = route_bytes(threads)
-    return GpuKernel(f"route_{threads}", _route, threads, _grid, lambda _: shared_bytes)
+    name = f"route_{threads}{'_alone' if decides else ''}"
+    return GpuKernel(name, _route(decides), threads, _grid, lambda _: shared_bytes)
 
 
-def route_kernel(experts: int, top_k: int) -> GpuKernel:
+def route_kernel(experts: int, top_k: int, *, decides: bool) -> GpuKernel:
     """Return `route` of `routed.py`: a block for each row, a thread for each expert.
+
+    decides   who comes to a slot: for a single row
 
     UnsupportedDevice for more experts than a block has threads, or more of them for each row than
     a block has room for.
@@ -255,4 +362,4 @@ def route_kernel(experts: int, top_k: int) -> GpuKernel:
             f"not {top_k:,} of {experts:,}",
             hint="compute on the processor: --device host",
         )
-    return _of_threads(WARP * blocks_of(experts, WARP))
+    return _of_threads(WARP * blocks_of(experts, WARP), decides)

@@ -1,0 +1,153 @@
+"""Let a device give missed experts slots within their window, and know afterwards where they are.
+
+The host plans, the device decides by the plan (`cache/filling.py`), and its table of addresses is
+the truth while windows run:
+
+    before a window   `begin`: the plan, made of what is known by then, goes with the window
+    behind it         `landed`: the addresses came with its tokens, and the arena takes them over
+    settled           `find`: they are fetched, of windows that were dropped or broken off as well
+    after a failure   `lose`: nobody knows what the slots hold, so all experts are at home again
+
+A plan for window n + 1 is made while n runs, and knows the windows up to n - 1. Free slots that n
+was offered are not offered once more before it has landed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from strata_nb.backend import Backend
+from strata_nb.cache.experts import ExpertArena
+from strata_nb.cache.filling import new_plans, write_plans
+from strata_nb.cache.residency import Residency
+from strata_nb.errors import StrataError
+from strata_nb.fill_plans import MOST_OFFERED, plan_type
+from strata_nb.interrupts import interrupts_later
+
+Sent = tuple[int, npt.NDArray[np.uint8]]  # address, and what is sent there
+
+
+class FillingPlaces(NamedTuple):
+    """Say where a device has its tables (layers, experts): addresses and homes of experts and the
+    windows that used them last, int64; and the plan."""
+
+    addresses: int
+    homes: int
+    seen: int
+    plan: int
+
+    def of_layer(self, layer: int, experts: int) -> tuple[int, int, int]:
+        """Return where a layer has its homes, windows and plan, where there are any."""
+        if not self.plan:
+            return 0, 0, 0
+        before = 8 * experts * layer
+        plan_bytes = plan_type(experts).itemsize
+        return self.homes + before, self.seen + before, self.plan + plan_bytes * layer
+
+
+class DeviceFilling:
+    """Plan windows and take over what they decided; call under the model's lock."""
+
+    def __init__(
+        self,
+        backend: Backend[Any],
+        arena: ExpertArena,
+        residency: Residency,
+        places: FillingPlaces | None,
+    ) -> None:
+        """`places` None: the device decides nothing, and all this does nothing."""
+        self._backend, self._arena, self._residency = backend, arena, residency
+        self._places = places
+        shape = arena.layout.layers, arena.layout.experts
+        self._plans, self._silence = new_plans(*shape), new_plans(*shape)
+        self._window = 0
+        self._offered: deque[set[int]] = deque()  # of windows in flight, the oldest first
+        self._is_silent = False  # the device has a plan by which nobody comes
+        if places is not None:
+            backend.send(places.homes, arena.homes)
+            backend.send(places.seen, np.zeros(arena.use.shape, np.int64))
+            self.silence()
+
+    @property
+    def most_sent(self) -> int:
+        """How many bytes a plan has."""
+        return self._plans.nbytes if self._places is not None else 0
+
+    @property
+    def addresses(self) -> int:
+        """Where the device has the addresses of experts that it changes; 0: it changes none."""
+        return self._places.addresses if self._places is not None else 0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether windows may have decided what the arena does not know of."""
+        return bool(self._offered)
+
+    def begin(self) -> Sent | None:
+        """Return what is sent before a window that begins now."""
+        if self._places is None:
+            return None
+        arena = self._arena
+        self._window += 1
+        if not arena.usable_slots or arena.is_complete:
+            self._offered.append(set())
+            was_silent, self._is_silent = self._is_silent, True
+            return None if was_silent else (self._places.plan, self._silence.view(np.uint8))
+        passed = set().union(*self._offered)
+        gain, heat = self._residency.worth()
+        resident = arena.expert_address != arena.homes
+        write_plans(self._plans, self._window, arena.free_slots(passed), resident, gain, heat)
+        is_offered = np.arange(MOST_OFFERED) < self._plans["offered"][:, None]
+        self._offered.append(set(self._plans["slots"][is_offered].tolist()))
+        self._is_silent = False
+        return self._places.plan, self._plans.view(np.uint8)
+
+    def landed(self, addresses: npt.NDArray[np.int64] | None) -> None:
+        """Take over what the oldest window in flight left; None: its plan let nobody come."""
+        if self._offered:
+            self._offered.popleft()
+        if addresses is not None:
+            self._adopt(addresses, is_counted=True)
+
+    def find(self, *, is_counted: bool = False) -> None:
+        """Fetch what all windows left, of which none runs.
+
+        is_counted   the use of experts by these windows counts
+        """
+        if not self._offered or self._places is None:
+            return
+        addresses = np.empty(self._arena.use.shape, np.int64)
+        try:
+            self._backend.fetch(self._places.addresses, addresses)
+        except StrataError:
+            self.lose()
+            raise
+        self._adopt(addresses, is_counted=is_counted)
+        self._offered.clear()
+
+    def lose(self) -> None:
+        """Let all experts be at home, because a window failed and nobody knows what it wrote."""
+        self._is_silent = False  # a plan that was to be sent may not have been
+        if self._offered:
+            self._arena.forget()
+            self._offered.clear()
+
+    def find_after_failure(self) -> None:
+        """Fetch what all windows left, of which none runs, and which may not all have begun."""
+        self._is_silent = False
+        self.find()
+
+    def silence(self) -> None:
+        """Let nobody come in runs that are no windows, such as those that measure."""
+        if self._places is not None and not self._is_silent:
+            self._backend.send(self._places.plan, self._silence.view(np.uint8))
+            self._is_silent = True
+
+    def _adopt(self, addresses: npt.NDArray[np.int64], *, is_counted: bool) -> None:
+        with interrupts_later():
+            came = self._arena.adopt(addresses.reshape(self._arena.use.shape))
+            self._residency.note_filled(came, is_counted=is_counted)
