@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import gpu_launches
-import gpu_simulator
 import kernel_references as plain
 import numpy as np
 import pytest
-from gpu_launches import aligned, of_card, shaped_for_card, simulate
+from gpu_launches import aligned, shaped_for_card
 from host_launches import UNTOUCHED, Bytes, Matrix, as_read, normal, same_bits
 
 from strata_nb.formats import TensorType, block_layout
-from strata_nb.kernels.gpu.experts import share_of_down
 from strata_nb.kernels.gpu.filling import IN_HOST_MEMORY
 from strata_nb.kernels.gpu.products import DECODERS
 from strata_nb.kernels.quantised_rows import row_bytes
@@ -124,9 +121,6 @@ def gate_up(
         "values": case.values,
         "outputs": case.outputs,
         "row_bytes": read.strides[0],
-        "down_offset": experts.offsets[-1],
-        "down_bytes": 64,
-        "down_share": share_of_down(64, case.outputs),
     }
     run(
         "expert_gate_up",
@@ -284,56 +278,6 @@ def test_what_experts_make_of_a_row_does_not_depend_on_its_company(
     for row in range(rows):
         assert same_bits(layer([row], 1)[0], together[row]), row
     assert same_bits(layer([2, 0], 2), together[[2, 0]])
-
-
-class Asked(gpu_simulator.Memory):
-    """Remember the first and the last 16 bytes of what a kernel asks for ahead."""
-
-    def __init__(self, written: Sequence[Any], read: Sequence[Any]) -> None:
-        super().__init__(written, read)
-        self.places: list[int] = []
-
-    def check(self, address: int, size: int, use: str) -> tuple[Any, int]:
-        if use == "prefetch":
-            self.places.append(address)
-        return super().check(address, size, use)
-
-
-@pytest.mark.parametrize("down_bytes", [16, 48, 8 * 384])
-def test_gate_and_up_ask_for_the_whole_down_matrix_of_each_expert_in_a_slot(
-    down_bytes: int,
-) -> None:
-    outputs = 96  # three blocks
-    experts = Experts(3, (T.Q8_0, outputs, 64), (T.Q8_0, 384, 64))
-    routes = Routes(np.array([[1, 2]]), np.ones((1, 2), np.float32))  # 1 has no slot
-    arrays = {
-        "rows": aligned(np.array([1])),
-        "blobs": aligned(experts.blobs(routes)),
-        "x": aligned(plain.quantised(normal(1, 64))),
-        "inner": aligned(np.zeros((2, outputs), np.float32)),
-        "packed": aligned(np.zeros((2, row_bytes(outputs)), np.uint8)),
-    }
-    words = {name: int(array.ctypes.data) for name, array in arrays.items()}
-    words |= {"gate_offset": 0, "up_offset": 0, "top_k": 2, "values": 64, "outputs": outputs}
-    words |= {"row_bytes": row_bytes(64), "down_offset": experts.offsets[1]}
-    words |= {"down_bytes": down_bytes, "down_share": share_of_down(down_bytes, outputs)}
-    (one,) = of_card("expert_gate_up", words, (T.Q8_0, T.Q8_0), 1)
-    read = [arrays[name] for name in ("rows", "blobs", "x")]
-    memory = Asked([arrays["inner"], arrays["packed"]], [*read, experts.memory])
-    simulate(one, 1, memory)
-    ends = [(first, last + 16) for first, last in zip(*[iter(memory.places)] * 2, strict=True)]
-    for chosen, address in zip(routes.chosen[0], experts.addresses[routes.chosen[0]], strict=True):
-        start, behind = address + experts.offsets[1], address + experts.memory.shape[1]
-        found = sorted(one for one in ends if start <= one[0] < behind)
-        if chosen % 2:
-            assert found == []
-            continue
-        assert (found[0][0], found[-1][1]) == (start, start + down_bytes)
-        assert all(one[1] == other[0] for one, other in pairwise(found))
-
-
-def test_a_down_matrix_of_odd_bytes_is_not_asked_for() -> None:
-    assert share_of_down(24, 96) == 0
 
 
 def test_gate_and_up_that_take_rows_of_different_forms_are_refused() -> None:

@@ -207,9 +207,6 @@ def test_gate_and_up_of_who_comes_are_brought_and_the_result_is_the_same(
             "values": case.values,
             "outputs": case.outputs,
             "row_bytes": read.strides[0],
-            "down_offset": 0,
-            "down_bytes": 0,
-            "down_share": 0,
         }
         gpu(
             "expert_gate_up",

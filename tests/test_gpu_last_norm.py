@@ -77,9 +77,10 @@ def experts_of(arrays: Arrays, values: int, width: int) -> CardLaunch:
     experts = [aligned(Matrix.random(T.Q8_0, width, values, seed=n).data) for n in range(2)]
     arrays |= {f"expert{number}": one for number, one in enumerate(experts)}
     arrays["blobs"] = aligned(np.array([address(one) for one in experts]))
+    arrays["sources"] = aligned(np.zeros(len(experts), np.int64))  # nobody comes
     arrays["inner"] = aligned(plain.quantised(normal(2, values, seed=1)))
     arrays["shares"] = aligned(np.array([0.75, 0.25], np.float32))
-    names = ("rows", "blobs", "inner", "shares", "y")
+    names = ("rows", "blobs", "sources", "inner", "shares", "y")
     sizes = {"down_offset": 0, "top_k": 2, "values": values, "outputs": width}
     (found,) = of_card("expert_down", {n: address(arrays[n]) for n in names} | sizes, T.Q8_0, 1)
     return found._replace(label="blk.0.expert_down")

@@ -134,26 +134,6 @@ def _of_shape(name: str, sub_blocks: int, is_whole: bool) -> str:
     return f"{name}_{SUB_BLOCK * sub_blocks}{'' if is_whole else '_odd'}".lower()
 
 
-def _bring_share(blob: int, offset: int, size: int, share: int) -> None:
-    """Ask for a block's share of the down matrix of its expert, `size` bytes behind `offset`.
-
-    share   bytes of each block; 0: nothing is asked for
-
-    What the block reads itself is there by now, and the next launch has not begun: in between the
-    card's memory would rest.
-    """
-    first = share * i64(block_z())
-    if first < size and share != 0 and blob & (IN_HOST_MEMORY | COMES) == 0:
-        prefetch((blob & ADDRESS) + offset + first, i32(min(share, size - first)))
-
-
-def share_of_down(size: int, outputs: int) -> int:
-    """Return the bytes of a down matrix of a size that a block of `expert_gate_up` asks for: 0 of
-    one that is no whole sixteens."""
-    blocks = blocks_of(outputs, SUB_BLOCK)
-    return 16 * blocks_of(size, 16 * blocks) if size % 16 == 0 else 0
-
-
 # -- gate and up -----------------------------------------------------------------------------------
 #
 # Shared memory holds sums of parts of a row, float32: (gate and up, parts, 32 outputs).
@@ -232,9 +212,6 @@ def _packed_gate_up(
         values: int,
         outputs: int,
         row_bytes: int,
-        down_offset: int,
-        down_bytes: int,
-        down_share: int,
     ) -> None:
         in_row, block = i64(block_y()), SUB_BLOCK * i64(block_z())
         thread = i64(thread_index())
@@ -276,8 +253,6 @@ def _packed_gate_up(
                 gate = add_gate(gate, gate_words, of_row, quarter, tile)
                 up = add_up(up, up_words, of_row, quarter, tile)
                 tile += PARTS
-        if thread == 0:
-            _bring_share(word, down_offset, down_bytes, down_share)
         gate, up = row_sum(gate), row_sum(up)
         if lane < GROUP_ROWS:
             place = _SUMS_BYTES * part + 4 * (GROUP_ROWS * number + lane)
@@ -331,9 +306,6 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
         values: int,
         outputs: int,
         row_bytes: int,
-        down_offset: int,
-        down_bytes: int,
-        down_share: int,
     ) -> None:
         in_row, block = i64(block_y()), SUB_BLOCK * i64(block_z())
         of_row, choice = x + row_bytes * in_row, in_row * top_k + block_x()

@@ -126,6 +126,7 @@ def _with_norm(
     def expert_down(
         rows: int,
         blobs: int,
+        sources: int,
         inner: int,
         shares: int,
         y: int,
@@ -140,7 +141,7 @@ def _with_norm(
         norm_eps: Any,
     ) -> None:
         here = begin(rows, norm_weight)
-        product(rows, blobs, inner, shares, y, down_offset, top_k, values, outputs)
+        product(rows, blobs, sources, inner, shares, y, down_offset, top_k, values, outputs)
         finish(rows, here, y, norm_weight, norm_out, norm_packed, norm_blocks, norm_eps)
 
     return kernel._replace(

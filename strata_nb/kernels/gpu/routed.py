@@ -14,8 +14,7 @@ few rows: choice row * top_k + k stays where it is, `starts` is not written, and
 come to a slot: `blobs` of `routing.py`, and `sources` of `filling.py`.
 
 The other arguments are named as those of the table. `inner`, `packed` and what `expert_down` reads
-of them have a row for each choice. `down_offset`, `down_bytes` and `down_share` say what
-`expert_gate_up` asks for ahead: weights of the next launch.
+of them have a row for each choice.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.experts import (
     expert_down_kernel,
     expert_gate_up_kernel,
-    share_of_down,
 )
 from strata_nb.kernels.gpu.filling import expert_fill_kernel
 from strata_nb.kernels.gpu.operations import Arguments, GpuKernel
@@ -76,7 +73,7 @@ CARD_KERNELS = {
     ),
     "expert_gate_up": card_kernel(
         "*rows *blobs *sources *x *inner *packed gate_offset up_offset top_k values outputs "
-        "row_bytes down_offset down_bytes down_share",
+        "row_bytes",
         lambda pair, given: expert_gate_up_kernel(
             pair[0], pair[1], given["values"], given["outputs"]
         ),
@@ -120,23 +117,14 @@ def _routed(
     *,
     is_alone: bool,
 ) -> Iterator[CardLaunch]:
-    last, kind, grouped = _named(down), down.variant, _named(group)
-    assert isinstance(kind, TensorType)  # noqa: S101 - the table says so
-    down_bytes = last["outputs"] * row_bytes(kind, last["values"])
-    after = {
-        **_named(gate_up),
-        "blobs": grouped["members"],
-        "sources": grouped["places"],
-        "down_offset": last["down_offset"],
-        "down_bytes": down_bytes,
-        "down_share": share_of_down(down_bytes, _named(gate_up)["outputs"]),
-    }
+    grouped = _named(group)
+    after = {**_named(gate_up), "blobs": grouped["members"], "sources": grouped["places"]}
     routing = {**_named(router), **grouped, **after}
     yield CARD_KERNELS["route"].part(routing, is_alone, router.label)
     if not is_alone:
         yield CARD_KERNELS["expert_fill"].part(routing, label=f"{group.label} fill")
     yield CARD_KERNELS["expert_gate_up"].part(after, gate_up.variant, gate_up.label)
-    yield CARD_KERNELS["expert_down"].part({**after, **last}, down.variant, down.label)
+    yield CARD_KERNELS["expert_down"].part({**after, **_named(down)}, down.variant, down.label)
 
 
 def _named(launch: Launch) -> dict[str, int]:
