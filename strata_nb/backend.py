@@ -74,6 +74,8 @@ class Backend(Protocol[Prepared]):
     has_slots   whether experts are copied to the device; else they are read where the host has them
     of_host     whether the device is made of the host's memory, so that what it holds counts there
     most_rows   of one step; None: as many as there are buffers for
+    batches_apart   whether a step of more rows than a window has is another program
+    gathers_rows    whether rows are brought into the order of experts, or read where they are
     overlaps    whether kernels begin while the one in front of them ends; may be turned off before
                 programs are prepared
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
@@ -106,6 +108,12 @@ class Backend(Protocol[Prepared]):
     def most_rows(self) -> int | None: ...
 
     @property
+    def batches_apart(self) -> bool: ...
+
+    @property
+    def gathers_rows(self) -> bool: ...
+
+    @property
     def chooses_tokens(self) -> bool: ...
 
     @property
@@ -129,14 +137,27 @@ class Backend(Protocol[Prepared]):
     def packed_row_bytes(self, values: int) -> int:
         """Return the bytes of a quantised row of activations."""
 
-    def compile(self, programs: Sequence[Program], progress: Progress | None, say: Say) -> None:
+    def compile(
+        self,
+        programs: Sequence[Program],
+        progress: Progress | None,
+        say: Say,
+        *,
+        batch_rows: int = 0,
+    ) -> None:
         """Compile what programs launch, wherever their buffers will be: the long part of `prepare`.
+
+        batch_rows   as `prepare` has it
 
         `progress` is told of (kernels done, in all), `say` of a wait.
         """
 
-    def prepare(self, programs: Sequence[Program]) -> Sequence[Prepared]:
-        """Make programs ready to run; they can be run until the backend is closed."""
+    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> Sequence[Prepared]:
+        """Make programs ready to run; they can be run until the backend is closed.
+
+        batch_rows   most rows of steps that are prompt batches, where these are programs apart; 0:
+                     windows, and where they are the same all steps
+        """
 
     def share(self, table: SharedTable, *, is_written: bool = False) -> int:
         """Return where programs find a table of the host, for as long as the backend is open.
@@ -189,8 +210,9 @@ class HostBackend:
     """
 
     device = 0
-    of_host, most_rows, chooses_tokens, attends_in_runs = True, None, False, False
-    fills = False
+    of_host, most_rows = True, None
+    chooses_tokens = attends_in_runs = batches_apart = fills = False
+    gathers_rows = True
     outside_bytes = reserve_bytes = 0
     overlaps = False
 
@@ -216,11 +238,18 @@ class HostBackend:
     def packed_row_bytes(self, values: int) -> int:
         return row_bytes(values)
 
-    def compile(self, programs: Sequence[Program], progress: Progress | None, say: Say) -> None:
+    def compile(
+        self,
+        programs: Sequence[Program],
+        progress: Progress | None,
+        say: Say,
+        *,
+        batch_rows: int = 0,
+    ) -> None:
         compile_ahead(programs, progress=progress, say=say)
         self._threads()  # who cannot start them hears it before a model is loaded
 
-    def prepare(self, programs: Sequence[Program]) -> list[PreparedProgram]:
+    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> list[PreparedProgram]:
         space = WorkSpace(tuple(one for program in programs for one in program), self.threads)
         self._spaces.append(space)
         return [prepare(program, space) for program in programs]

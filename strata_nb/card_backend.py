@@ -1,6 +1,7 @@
-"""Run programs on a graphics card: one captured graph for each number of rows.
+"""Run programs on a graphics card: captured graphs for numbers of rows.
 
-    prepare   load the kernels; for 1 to 8 rows capture the program's launches as a graph
+    prepare   load the kernels; for 1 to 8 rows, and for batches of some sizes, capture the
+              program's launches as a graph
     run       send the tables that the host changed, launch the graph; nothing waits
     wait      bring back what programs count
     flights   windows whose results are taken while the next one runs (card_flights.py)
@@ -18,6 +19,7 @@ waits for the link, at every layer).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ from strata_nb.card_profile import WindowProfile, profile_window
 from strata_nb.driver import OUTSIDE_BYTES, RESERVE_BYTES
 from strata_nb.errors import DriverError, StrataError, UnsupportedDevice
 from strata_nb.execution import Driver, ProgramDriver
+from strata_nb.kernels.gpu.batches import WINDOW_ROWS
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
@@ -45,7 +48,8 @@ from strata_nb.progress import Progress, Say
 from strata_nb.shared_tables import SharedTable
 from strata_nb.tracing import Recorder, RecordingDriver
 
-MOST_ROWS = 8  # of a step; a longer prompt is a chain of steps
+MOST_ROWS = 4096  # of a step; a longer prompt is a chain of steps
+_SMALL_BATCH = 32  # rows, of the smallest graph of batches
 STAGING_BYTES = 4 << 20  # of pinned memory, each way
 USUAL_SHARED_BYTES = 48 << 10  # that a block gets without being asked
 REPLAYS = 31  # of each graph that is timed: a median of them counts
@@ -88,10 +92,27 @@ class _Shared:
 
 
 class CardProgram:
-    """Hold the graphs of a program, by the number of rows."""
+    """Hold the graphs of a program, by the most rows that each is for, ascending."""
 
     def __init__(self, graphs: Mapping[int, int]) -> None:
-        self.graphs = graphs
+        self._sizes, self._graphs = list(graphs), list(graphs.values())
+
+    def graph(self, rows: int) -> int:
+        """Return the graph for so many rows."""
+        return self._graphs[bisect_left(self._sizes, rows)]
+
+
+def _sizes(batch_rows: int) -> Sequence[int]:
+    """Return for which numbers of rows there is a graph: windows, or batches of up to so many.
+
+    A batch may have any size. What a graph has too much for it leaves at once, but takes time.
+    """
+    if not batch_rows:
+        return range(1, WINDOW_ROWS + 1)
+    sizes = [batch_rows]
+    while sizes[0] > _SMALL_BATCH:
+        sizes.insert(0, max(_SMALL_BATCH, sizes[0] // 4))
+    return sizes
 
 
 class CardBackend:
@@ -105,7 +126,8 @@ class CardBackend:
 
     overlaps = True  # kernels begin while the one in front of them ends, on cards that can
     has_slots, of_host, most_rows = True, False, MOST_ROWS
-    chooses_tokens = fills = attends_in_runs = True
+    chooses_tokens = attends_in_runs = batches_apart = fills = True
+    gathers_rows = False
     outside_bytes, reserve_bytes = OUTSIDE_BYTES, RESERVE_BYTES
 
     def __init__(
@@ -143,10 +165,17 @@ class CardBackend:
 
     # Programs.
 
-    def compile(self, programs: Sequence[Program], progress: Progress | None, say: Say) -> None:
+    def compile(
+        self,
+        programs: Sequence[Program],
+        progress: Progress | None,
+        say: Say,
+        *,
+        batch_rows: int = 0,
+    ) -> None:
         wanted: dict[str, Wanted] = {}
         for program in programs:
-            for rows in range(1, MOST_ROWS + 1):
+            for rows in _sizes(batch_rows):
                 for one in card_launches(program, rows):
                     one.grid(rows)  # refused before a model is loaded
                     if one.kernel.name not in self._machine:
@@ -159,13 +188,13 @@ class CardBackend:
                 hint="pip install 'strata-nb[cuda]', or use --device host",
             ) from error
 
-    def prepare(self, programs: Sequence[Program]) -> list[CardProgram]:
-        self.compile(programs, None, lambda _: None)
-        return [self._prepare(program) for program in programs]
+    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> list[CardProgram]:
+        self.compile(programs, None, lambda _: None, batch_rows=batch_rows)
+        return [self._prepare(program, _sizes(batch_rows)) for program in programs]
 
-    def _prepare(self, program: Program) -> CardProgram:
+    def _prepare(self, program: Program, sizes: Sequence[int]) -> CardProgram:
         graphs: dict[int, int] = {}
-        for rows in range(1, MOST_ROWS + 1):
+        for rows in sizes:
             launches = card_launches(program, rows)
             for one in launches:
                 self._load(one.kernel, one.shared_bytes)
@@ -213,7 +242,7 @@ class CardBackend:
             raise AssertionError("a card runs programs as a whole")
         self._send_tables()
         self._has_run = True
-        self._card.graph_launch(program.graphs[rows], self._stream)
+        self._card.graph_launch(program.graph(rows), self._stream)
 
     def _send_tables(self) -> None:
         """Bring the tables that the host changed to the card."""

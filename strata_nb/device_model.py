@@ -54,7 +54,7 @@ from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress
 from strata_nb.sampling import Choice
 from strata_nb.shared_tables import SharedTable
-from strata_nb.steps import DeviceReport, ModelReport, Row, closed_error
+from strata_nb.steps import WINDOW_ROWS, DeviceReport, ModelReport, Row, closed_error
 from strata_nb.tracing import Announce
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class DeviceModel:
         wanted_slots = device_needs.slots_wanted(options, sizes.slots, backend)
         rules = device_needs.growth_rules(options, ctx_size, backend)
         unplaced, weight_bytes = loading.dense_layout(file, sizes.dense)
-        measured, buffer_bytes = self._emit(sizes, unplaced, Buffers(), placed=False)
+        measured, batch, buffer_bytes = self._emit(sizes, unplaced, Buffers(), placed=False)
         needs = Needs(
             dense_bytes=device_needs.plain_bytes(weight_bytes, buffer_bytes),
             reserve_bytes=device_needs.reserve_bytes(options, backend),
@@ -159,6 +159,8 @@ class DeviceModel:
         plan = plan_device(driver, device, needs)
         self.warnings += device_needs.reach_warnings(plan)
         backend.compile([measured.body, measured.head, measured.choice], compiling, say)
+        if batch is not None:
+            backend.compile([batch.body], compiling, say, batch_rows=batch.max_rows)
 
         keep = loading.cache_fits(file, file.size_bytes)
         total = sum(info.size_bytes for info in file.tensors.values())
@@ -218,7 +220,9 @@ class DeviceModel:
         use, tally = SharedTable(self.arena.use), SharedTable(self.arena.tally)
         places = (backend.share(table, is_written=True) for table in (use, tally))
         self._counts = SharedCounts(use, tally, *places)
-        emitted, placed_bytes = self._emit(sizes, weights.tensors, Buffers(base), placed=True)
+        emitted, batch, placed_bytes = self._emit(
+            sizes, weights.tensors, Buffers(base), placed=True
+        )
         if placed_bytes != buffer_bytes:
             raise AssertionError(f"buffers of {placed_bytes:,} bytes in {buffer_bytes:,}")
         self._programs = emitted
@@ -240,6 +244,7 @@ class DeviceModel:
         self._steps = DeviceSteps(
             backend,
             emitted,
+            batch,
             self._counts,
             self.kv,
             self.arena,
@@ -285,8 +290,10 @@ class DeviceModel:
         buffers: Buffers,
         *,
         placed: bool,
-    ) -> tuple[Programs, int]:
+    ) -> tuple[Programs, Programs | None, int]:
         """Return the programs over these places, and the bytes of their buffers.
+
+        Those of prompt batches are None where all steps have the same.
 
         The first buffers are the rope table, and routes that are forced. `placed`: whether there
         are K/V and experts to name.
@@ -331,17 +338,26 @@ class DeviceModel:
                 )
                 for layer in range(model.layers)
             ]
-        programs = models.emit_programs(
-            model,
-            Places(tensors, experts, kv, rope),
-            buffers,
-            max_rows=self.max_rows,
-            head_rows=min(HEAD_ROWS, self.max_rows),
-            packed_row_bytes=self._backend.packed_row_bytes,
-            chooses_tokens=self._backend.chooses_tokens,
-            attends_in_runs=self._backend.attends_in_runs,
-        )
-        return programs, buffers.size_bytes
+        backend, places = self._backend, Places(tensors, experts, kv, rope)
+
+        def emit(max_rows: int, head_rows: int) -> Programs:
+            return models.emit_programs(
+                model,
+                places,
+                buffers,
+                max_rows=max_rows,
+                head_rows=min(head_rows, max_rows),
+                packed_row_bytes=backend.packed_row_bytes,
+                chooses_tokens=backend.chooses_tokens,
+                attends_in_runs=backend.attends_in_runs,
+                gathers_rows=backend.gathers_rows,
+            )
+
+        if not backend.batches_apart:
+            return emit(self.max_rows, HEAD_ROWS), None, buffers.size_bytes
+        programs = emit(min(self.max_rows, WINDOW_ROWS), WINDOW_ROWS)
+        batch = emit(self.max_rows, WINDOW_ROWS) if self.max_rows > WINDOW_ROWS else None
+        return programs, batch, buffers.size_bytes
 
     def _read_files(self, options: Options, model: Description, ctx_size: int) -> None:
         """Read the profile and the routes that are given, and begin the trace that is asked for."""

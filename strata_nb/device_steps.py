@@ -33,7 +33,8 @@ from strata_nb.cache.policy import Moves
 from strata_nb.cache.residency import Residency
 from strata_nb.cache.routing import RoutingTrace
 from strata_nb.device_filling import DeviceFilling
-from strata_nb.device_heads import Heads, Record
+from strata_nb.device_heads import Heads
+from strata_nb.device_readers import Reader
 from strata_nb.device_windows import Counts, Fetched, Landed, Window, Windows
 from strata_nb.errors import ConfigError, StrataError
 from strata_nb.interrupts import interrupts_later
@@ -56,6 +57,8 @@ class SharedCounts(NamedTuple):
 class DeviceSteps:
     """Run steps, one after the other; who calls holds the model's lock.
 
+    programs   for windows, and for every other step where `batch` is None
+    batch      for steps of more rows than a window has
     vocabulary, top_k   of the model
     told   called behind a step with the number of its rows; None: nobody wants to know
     """
@@ -64,6 +67,7 @@ class DeviceSteps:
         self,
         backend: Backend[Any],
         programs: Programs,
+        batch: Programs | None,
         counts: SharedCounts,
         kv: KVCache,
         arena: ExpertArena,
@@ -80,14 +84,17 @@ class DeviceSteps:
         self._kv, self._arena, self._elastic = kv, arena, elastic
         self._residency, self._filling = residency, filling
         self._trace, self._told = trace, told
-        self._top_k = top_k
-        self.record = Record(programs)
         wanted = [programs.body, programs.head, programs.choice]
         if backend.chooses_tokens:
             wanted.append(programs.window)
-        self._body, head, choice, *window = backend.prepare(wanted)
-        self.heads = Heads(backend, programs, self.record, head, choice, vocabulary)
-        self.windows = self._open_windows(*window) if window else None
+        *prepared, window = [*backend.prepare(wanted), None][:4]
+        self._few = self._many = Reader(backend, programs, prepared, vocabulary, top_k)
+        if batch is not None:
+            (body,) = backend.prepare([batch.body], batch_rows=batch.max_rows)
+            prepared = [body, *backend.prepare([batch.head, batch.choice])]
+            self._many = Reader(backend, batch, prepared, vocabulary, top_k)
+        self._latest = self._few  # who began the last step
+        self.windows = self._open_windows(window) if backend.chooses_tokens else None
         self._ahead: Window | None = None  # the only one in flight between two calls
         self._moves: Moves | None = None  # that wait until it has landed
         self._last: tuple[int, ...] = ()  # sequences of the last step
@@ -101,19 +108,19 @@ class DeviceSteps:
             self._counts.tally.array.size,
             self._filling.addresses,
         )
-        words = self._route_words
+        words = self._few.route_words
         flights = self._backend.flights(
-            Windows.most_sent(self.record, self._filling.most_sent),
+            Windows.most_sent(self._few.record, self._filling.most_sent),
             Windows.most_fetched(counts, words),
         )
         if flights is None:
             raise AssertionError("a device that draws tokens has flights")
-        return Windows(flights, program, self._programs, self.record, counts, words)
+        return Windows(flights, program, self._programs, self._few.record, counts, words)
 
     # What is done.
 
     def step(self, rows: Sequence[Row]) -> Floats:
-        return self._whole_step(rows, self.heads.logits)
+        return self._whole_step(rows, Heads.logits)
 
     def choose(
         self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice]
@@ -124,7 +131,7 @@ class DeviceSteps:
             if now is None and (
                 self.windows is None or not rows or not self.windows.can_draw(rows, how)
             ):
-                return self._whole_step(rows, lambda wanted: self.heads.tokens(wanted, how))
+                return self._whole_step(rows, lambda heads, wanted: heads.tokens(wanted, how))
             return self._window(now, rows, how, ahead)
         except BaseException:
             self._break_off(before)
@@ -170,10 +177,7 @@ class DeviceSteps:
 
     def chosen(self, rows: int) -> npt.NDArray[np.int64]:
         """Return the experts that the rows of the step begun last used: (rows, layers, top_k)."""
-        words = np.empty(self._route_words, np.int64)
-        if len(words):
-            self._backend.fetch(self._programs.chosen[0], words)
-        return self._routes(words, rows)
+        return self._latest.chosen(rows)
 
     # Windows.
 
@@ -211,7 +215,7 @@ class DeviceSteps:
             self._begin_ahead(windows, now, ahead, 0)
         self._follow(landed, len(rows))
         if self._trace is not None and landed.routes is not None:
-            self._trace.append(self._routes(landed.routes, len(rows)))
+            self._trace.append(self._few.routes(landed.routes, len(rows)))
         if self._told is not None:
             self._told(len(rows))
         if self._elastic is not None:
@@ -234,7 +238,7 @@ class DeviceSteps:
         for row in rows:
             positions.append(lengths[row.sequence])
             lengths[row.sequence] += 1
-        self._has_flown = True
+        self._has_flown, self._latest = True, self._few
         beside, fetched = self._filling.begin(), self._fetched()
         return windows.begin(rows, how, positions, fetched, beside)
 
@@ -303,7 +307,7 @@ class DeviceSteps:
         self._filling.find()
         for sequence in now.sequences:
             self._kv.rewind(sequence, self._kv.length(sequence))
-        return self._whole_step(rows, lambda wanted: self.heads.tokens(wanted, how))
+        return self._whole_step(rows, lambda heads, wanted: heads.tokens(wanted, how))
 
     def _uncount(self, rows: int) -> None:
         """Take back what the last step has counted, which was dropped."""
@@ -320,9 +324,11 @@ class DeviceSteps:
 
     # Other steps.
 
-    def _whole_step(self, rows: Sequence[Row], head: Callable[[list[int]], Result]) -> Result:
+    def _whole_step(
+        self, rows: Sequence[Row], head: Callable[[Heads, list[int]], Result]
+    ) -> Result:
         """Read rows; return what `head` returns, which is called with the rows it is for."""
-        most = self._programs.max_rows
+        most = self._many.most_rows
         if not 1 <= len(rows) <= most:
             raise ConfigError(f"a step of {len(rows)} rows", hint=f"1 to {most} rows")
         self.settle()
@@ -345,17 +351,18 @@ class DeviceSteps:
         rows: Sequence[Row],
         new: Counter[int],
         lengths: dict[int, int],
-        head: Callable[[list[int]], Result],
+        head: Callable[[Heads, list[int]], Result],
     ) -> Result:
         for sequence, cells in new.items():
             self._kv.extend(sequence, cells)
-        self.record.write(rows, lengths)
-        self._backend.send(self.record.address, self.record.words)
-        planned = self._filling.begin()
+        reader = self._few if len(rows) <= WINDOW_ROWS else self._many
+        self._latest = reader
+        planned = self._filling.begin() if reader is self._few else None
         if planned is not None:
             self._backend.send(*planned)
-        self._run_body(len(rows))
-        result = head([n for n, row in enumerate(rows) if row.wants_logits])
+        by_layer = len(rows) > WINDOW_ROWS and not self._backend.batches_apart
+        reader.read(rows, lengths, by_layer=by_layer)
+        result = head(reader.heads, [n for n, row in enumerate(rows) if row.wants_logits])
         self._backend.wait()
         was_complete = self._arena.is_complete
         self._filling.find(is_counted=True)
@@ -371,15 +378,6 @@ class DeviceSteps:
         if self._told is not None:
             self._told(len(rows))
         return result
-
-    def _run_body(self, rows: int) -> None:
-        if rows <= WINDOW_ROWS or self._backend.most_rows is not None:
-            self._backend.run(self._body, rows)
-            return
-        first = 0
-        for end in self._programs.layer_ends:
-            self._backend.run(self._body, rows, first, end)
-            first = end
 
     # What they share.
 
@@ -397,20 +395,3 @@ class DeviceSteps:
             self._filling.lose()
         for sequence, length in before.items():
             self._kv.rewind(sequence, length)  # the room that it got is free again
-
-    @property
-    def _route_words(self) -> int:
-        """How many words there are from the first layer's routes to the end of the last one's."""
-        chosen = self._programs.chosen
-        if not chosen:
-            return 0
-        return (chosen[-1] - chosen[0]) // 8 + self._top_k * self._programs.max_rows
-
-    def _routes(self, words: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]:
-        """Return the routes (rows, layers, top_k) that lie in words as in the device's memory."""
-        chosen, size = self._programs.chosen, rows * self._top_k
-        places = [(address - chosen[0]) // 8 for address in chosen]
-        routes = np.empty((rows, len(chosen), self._top_k), np.int64)
-        for layer, place in enumerate(places):
-            routes[:, layer] = words[place : place + size].reshape(rows, self._top_k)
-        return routes

@@ -241,11 +241,10 @@ class Engine:
         most_rows = max(WINDOW_ROWS, self.prefill_rows)
         if backend.most_rows is not None and most_rows > backend.most_rows:
             most_rows = self.prefill_rows = min(backend.most_rows, self.ctx_size)
-            if isinstance(options.prefill, int):
-                self.warnings.append(
-                    f"--prefill {options.prefill}: the device {self.device} reads prompts "
-                    f"{self.prefill_rows} rows at a time for now"
-                )
+            self.warnings.append(
+                f"--prefill {options.prefill}: the device {self.device} reads prompts "
+                f"{self.prefill_rows} rows at a time at most"
+            )
         return DeviceModel(
             file,
             self.description,

@@ -9,7 +9,7 @@ from gpu_launches import Run, aligned
 from kv_store import Floats, Store
 
 from strata_nb.kernels import reference
-from strata_nb.kernels.runs import work_floats
+from strata_nb.kernels.runs import work_bytes
 
 SCALE = 0.25
 UNTOUCHED = np.float32(7e33)
@@ -22,7 +22,7 @@ def attend(
     """Return what rows attend to; the grid has room for two rows more, which stay untouched."""
     rows, heads, _ = q.shape
     out = aligned(np.full((rows + 2, heads, kv.lengths[1]), UNTOUCHED))
-    floats = work_floats(kv.table.shape[1], kv.lengths[1])
+    work = work_bytes(rows + 2, heads, kv.table.shape[1], kv.lengths[1])
     values = {
         **kv.arguments(),
         "rows": aligned(np.array([rows])),
@@ -30,7 +30,7 @@ def attend(
         "positions": aligned(np.array([*positions, *UNUSED])),
         "q": aligned(q),
         "out": out,
-        "work": aligned(np.full((rows + 2, heads, floats), np.nan, np.float32)),
+        "work": aligned(np.full(work, 0xFF, np.uint8)),  # of floats: NaN
         "heads": heads,
         "kv_heads": kv.kv_heads,
         "scale": SCALE,

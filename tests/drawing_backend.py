@@ -67,10 +67,17 @@ class DrawingBackend(HostBackend):
 
     # Programs.
 
-    def compile(self, programs: Sequence[Program], progress: Progress | None, say: Say) -> None:
+    def compile(
+        self,
+        programs: Sequence[Program],
+        progress: Progress | None,
+        say: Say,
+        *,
+        batch_rows: int = 0,
+    ) -> None:
         super().compile([_of_the_host(one) for one in programs], progress, say)
 
-    def prepare(self, programs: Sequence[Program]) -> list[Any]:
+    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> list[Any]:
         prepared = super().prepare([_of_the_host(one) for one in programs])
         return [
             Drawing(made, _arguments(program, "embed"), _arguments(program, "sample"))

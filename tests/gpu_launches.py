@@ -13,6 +13,7 @@ import gpu_simulator
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_nb.kernels.gpu.batches import BATCH_KERNELS
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.compile import ptx_code
 from strata_nb.kernels.gpu.launches import card_launches
@@ -23,6 +24,7 @@ from strata_nb.kernels.table import KERNELS
 # (kernel of the table or of cards alone, variant, values by name: arrays by address; which of them
 # are written, further arrays that addresses in tables point to: written, read)
 Run = Callable[..., None]
+OF_CARDS = CARD_KERNELS | BATCH_KERNELS  # that the table does not have
 
 
 def aligned(array: NDArray[Any], boundary: int = 256) -> NDArray[Any]:
@@ -101,8 +103,8 @@ def of_card(
     kernel: str, words: dict[str, int | float], variant: Any = None, rows: int = 8
 ) -> Sequence[CardLaunch]:
     """Return what a card launches for a kernel of the table, or for one that it has instead."""
-    if kernel in CARD_KERNELS:
-        described = CARD_KERNELS[kernel]
+    if kernel in OF_CARDS:
+        described = OF_CARDS[kernel]
         assert set(words) == set(described.arguments)
         return [described.part({name: int(value) for name, value in words.items()}, variant)]
     return card_launches((launch(kernel, words, variant=variant),), rows)
@@ -119,8 +121,8 @@ def shaped_for_card(
     kernel: str, variant: Any = None, *, rows: int = 8, **values: int
 ) -> Sequence[CardLaunch]:
     """Return `shaped` as a card has it, also of a kernel that cards alone have."""
-    if kernel in CARD_KERNELS:
-        words = dict.fromkeys(CARD_KERNELS[kernel].arguments, 0) | values
+    if kernel in OF_CARDS:
+        words = dict.fromkeys(OF_CARDS[kernel].arguments, 0) | values
         return of_card(kernel, words, variant)
     return card_launches((shaped(kernel, variant, **values),), rows)
 

@@ -197,8 +197,9 @@ def _run_warp(
         if len(kinds) > 1 or len(parked) != len(warp):
             raise KernelFault(f"{len(parked)} of {len(warp)} lanes of a warp meet at {kinds}")
         values = [parked[lane][1] for lane in warp]
-        if kinds == {"mma_16x8x8"}:
-            answers.update(zip(warp, _product(values), strict=True))
+        if kinds <= set(_PRODUCTS):
+            (kind,) = kinds
+            answers.update(zip(warp, _PRODUCTS[kind](values), strict=True))
             continue
         for lane in warp:
             source = parked[lane][2] % WARP
@@ -222,6 +223,31 @@ def _product(words: Sequence[tuple[Any, ...]]) -> list[tuple[np.float32, ...]]:
         total += a[:, k, None] * b[k]
     found = total.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP, 4)
     return [tuple(one) for one in found]
+
+
+def _product_of_bytes(words: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return what each lane gets of C + A @ B of bytes: see intrinsics.py.
+
+    words   of each lane: of A two for each 16 columns, of B one, four of C
+    """
+    halves = (len(words[0]) - 4) // 3
+    lanes = np.array([one[:-4] for one in words], np.int32).view(np.int8)
+    lanes = lanes.astype(np.int32).reshape(8, 4, 3 * halves, 4)  # (g, t, word, byte)
+    total = np.array([one[-4:] for one in words], np.int64).reshape(8, 4, 2, 2)
+    total = total.transpose(2, 0, 1, 3).reshape(16, 8).copy()
+    for half in range(halves):
+        rows = [lanes[:, :, 2 * half + which] for which in (0, 1)]
+        a = np.concatenate(rows).reshape(16, 16)
+        total += a @ lanes[:, :, 2 * halves + half].reshape(8, 16).T
+    found = total.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP, 4)
+    return [tuple(one) for one in found.tolist()]
+
+
+_PRODUCTS = {
+    "mma_16x8x8": _product,
+    "mma_16x8x16": _product_of_bytes,
+    "mma_16x8x32": _product_of_bytes,
+}
 
 
 def _meaning(intrinsic: Intrinsic, memory: Memory) -> Callable[..., Any]:
@@ -389,7 +415,7 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
         return arrive
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
-    if name == "mma_16x8x8":
+    if name in _PRODUCTS:
         return lambda *words: getcurrent().parent.switch((name, words, 0))
     if name.startswith("shuffle_xor_"):
 

@@ -66,9 +66,9 @@ def heads_alone(model: DeviceModel) -> Iterator[None]:
 
     def run_heads(program: Any, *given: Any) -> None:
         if program is windows._program:
-            model._backend.run(steps.heads._head, *given)
-            model._backend.run(steps.heads._choice, *given)
-        elif program is not steps._body:
+            model._backend.run(steps._few.heads._head, *given)
+            model._backend.run(steps._few.heads._choice, *given)
+        elif program is not steps._few._body:
             run(program, *given)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -105,6 +105,37 @@ def test_a_model_on_a_card_gives_the_hosts_logits_and_draws_from_them(
     assert tokens == plain.sample(logits, choices).tolist()
 
 
+@pytest.mark.slow
+def test_a_prompt_is_read_in_a_batch(tiny: Path) -> None:
+    ids = random_tokens(13)
+    with opened(tiny, rows=16, ctx=64) as model:
+        wanted = read(model, model.open_sequence(), ids)
+    with (
+        simulated_card(budget_bytes=2 * GIB) as backend,
+        closing(load(backend, tiny, ctx=64, rows=16)) as model,
+    ):
+        sequence = model.open_sequence()
+        rows = [Row(sequence, token, number in (2, 10)) for number, token in enumerate(ids[:11])]
+        logits = [*model.step(rows), *read(model, sequence, ids[11:])]
+        assert model.chosen(2).shape == (2, 2, 2)
+        assert model.arena.tally.sum() == 13 * 2 * 2
+        model.ledger.check_integrity()
+    for found, row in zip(logits, (2, 10, 11, 12), strict=True):
+        assert np.abs(found - wanted[row]).max() < 1e-3 * np.abs(wanted).max()
+
+
+def test_graphs_of_batches_have_sizes_between_a_few_rows_and_the_most() -> None:
+    assert [list(card_backend._sizes(most)) for most in (9, 32, 33, 512, 4096)] == [
+        [9],
+        [32],
+        [32, 33],
+        [32, 128, 512],
+        [32, 64, 256, 1024, 4096],
+    ]
+    program = card_backend.CardProgram({32: 1, 128: 2, 512: 3})
+    assert [program.graph(rows) for rows in (9, 32, 33, 128, 129, 512)] == [1, 1, 2, 2, 3, 3]
+
+
 def test_a_choice_that_has_no_room_on_the_card_is_made_by_the_host(model: DeviceModel) -> None:
     sequence = model.open_sequence()
     with heads_alone(model):
@@ -124,7 +155,7 @@ def test_logits_that_the_card_cannot_use_are_reported_as_the_host_reports_them(
 
         def damaged(program: Any, *given: Any) -> None:
             run(program, *given)
-            if program is model._steps.heads._head:
+            if program is model._steps._few.heads._head:
                 bad = np.full(model.description.vocab_size, np.nan, np.float32)
                 model._backend.send(model._programs.logits, bad)
 

@@ -47,10 +47,10 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def on_card(path: Path, *, ctx: int = 256, **options: Any) -> Iterator[DeviceModel]:
+def on_card(path: Path, *, ctx: int = 256, rows: int = 8, **options: Any) -> Iterator[DeviceModel]:
     with (
         closing(open_backend("cuda", 2)) as backend,
-        closing(load(backend, path, ctx=ctx, rows=8, **options)) as model,  # type: ignore[arg-type]
+        closing(load(backend, path, ctx=ctx, rows=rows, **options)) as model,  # type: ignore[arg-type]
     ):
         yield model
         model.ledger.check_integrity()
@@ -69,6 +69,33 @@ def test_a_row_has_the_same_bits_in_every_window(
 ) -> None:
     with on_card(model_file) as model:
         assert same_bits(read_in(model, IDS, rows), exact)
+
+
+@pytest.mark.parametrize("batch", [100, 64, 33, 9])
+def test_a_row_has_the_same_bits_in_every_batch(
+    model_file: Path, exact: Floats, batch: int
+) -> None:
+    with on_card(model_file, rows=128) as model:
+        assert same_bits(read_in(model, IDS, batch), exact)
+
+
+def test_experts_that_a_batch_reads_in_place_change_no_bit(model_file: Path, exact: Floats) -> None:
+    with on_card(model_file, rows=64, expert_cache="0") as model:
+        assert same_bits(read_in(model, IDS, 64), exact)
+
+
+def test_sequences_are_read_in_one_batch(model_file: Path) -> None:
+    texts = [random_tokens(count, count) for count in (30, 1, 12)]
+    with on_card(model_file, rows=64) as model:
+        sequences = [model.open_sequence() for _ in texts]
+        rows = [
+            Row(sequence, token, place == len(text) - 1)
+            for sequence, text in zip(sequences, texts, strict=True)
+            for place, token in enumerate(text)
+        ]
+        found = model.step(rows)
+        wanted = np.stack([read_in(model, text, 8)[-1] for text in texts])
+    assert same_bits(found, wanted)
 
 
 def test_a_row_has_the_same_bits_beside_rows_of_other_sequences(
@@ -288,7 +315,7 @@ def test_no_kernel_writes_between_the_buffers_of_a_step(
     pattern = np.full(GUARD_BYTES, PATTERN, np.uint8)
     with on_card(model_file) as model:
         _, buffers, *_ = seen  # the first only measures; others place a few of these again
-        backend, record = model._backend, model._steps.record
+        backend, record = model._backend, model._steps._few.record
         sent = range(record.address, record.address + len(record.memory))
         guards = [address for address in buffers.guards if address not in sent]
         assert len(guards) > 20

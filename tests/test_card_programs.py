@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import card_batches
 import card_graphs
 import card_matrices
 import card_memory
@@ -126,6 +127,23 @@ def test_products_with_matrices_are_measured(
     assert row["kernel"].startswith("one_row")
     rate = size / row["alone_us"]["median"] * 1e6
     assert row["alone_us"]["share"] == pytest.approx(rate / READ.bytes_per_s)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("card")
+def test_products_of_a_batch_are_measured(run: Programs) -> None:
+    words = ["--rows=9", "--types=Q8_0", "--shapes=8x64", "--experts=Q8_0,Q8_0,Q8_0"]
+    found = run(card_batches, *words, "--layer=3,2,64,32")
+    (one,) = found["dense"]
+    assert one["same_bits_as_a_window"]
+    assert one["tops"] == pytest.approx(2 * 9 * 8 * 64 / one["us"]["median"] / 1e6)
+    assert [row["label"] for row in found["experts"]] == [
+        "router_top_k",
+        *["expert_group"] * 2,
+        *["expert_gate_up"] * 3,
+        *["expert_down"] * 2,
+        "layer",
+    ]
 
 
 @pytest.mark.usefixtures("card")

@@ -18,6 +18,7 @@ from oracle_models import rewrite
 from threadpoolctl import threadpool_info
 
 from strata_nb import Engine, Options, Sampling, cpu, models
+from strata_nb.backend import HostBackend
 from strata_nb.engine import Session
 from strata_nb.errors import ConfigError, FileFormatError, StrataError
 from strata_nb.sampling import Choice
@@ -30,6 +31,17 @@ GREEDY = Sampling(temperature=0)
 def engine(model: str, request: pytest.FixtureRequest) -> Iterator[Engine]:
     with Engine.open(Options(model, device=request.param, ctx_size=64, prefill=7)) as engine:
         yield engine
+
+
+def test_a_device_reads_no_more_rows_at_a_time_than_it_can(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostBackend, "most_rows", 24)
+    with Engine.open(Options(model, "host", ctx_size=64, prefill=30)) as engine:
+        assert engine.prefill_rows == 24
+        assert engine.warnings[-1] == (
+            "--prefill 30: the device host reads prompts 24 rows at a time at most"
+        )
 
 
 class Script:

@@ -12,9 +12,10 @@ from typing import Any
 
 import amdgpu_lowering
 import pytest
-from gpu_launches import shaped, shaped_for_card
+from gpu_launches import OF_CARDS, shaped, shaped_for_card
 
 from strata_nb.formats import CACHE_TYPES, TensorType
+from strata_nb.kernels.gpu.batches import BATCH_KERNELS
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.compile import llvm_code
 from strata_nb.kernels.gpu.intrinsics import SHARED_NAME
@@ -31,8 +32,9 @@ T = TensorType
 Case = tuple[str, Any]  # a kernel of the table, a variant
 CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
 # Products of matrices are made of shuffles here, and these do not fit the registers.
-OF_SHUFFLES = "attention_halves"
+OF_SHUFFLES = ("attention_halves", "batch_linear", "batch_expert")
 WEIGHTS = sorted(PACKED | UNPACKED)
+PRODUCTS = ("batch_linear", "batch_expert")
 
 # Sizes of a model of the usual kind, by the table's names.
 SIZES = {
@@ -55,6 +57,7 @@ SIZES = {
 VARIANTS: dict[str | None, list[Any]] = {
     None: [None],
     "weights": WEIGHTS,
+    "packed": sorted(PACKED),
     "keys_values": list(product(CACHE_TYPES, repeat=2)),
     "gate_up": list(product(WEIGHTS, repeat=2)),
 }
@@ -65,6 +68,7 @@ DECODED = [T.F16, T.Q4_0, T.Q8_0, T.Q4_K, T.Q6_K, T.IQ4_XS, T.IQ3_S, T.IQ1_M, T.
 AXES: dict[str, str | None] = {
     **{name: kernel.axis for name, kernel in KERNELS.items() if name not in FUSED},
     **dict(zip(CARD_KERNELS, (None, None, "gate_up", "weights"), strict=True)),
+    **{name: "packed" if name in PRODUCTS else None for name in BATCH_KERNELS},
 }
 FEW: dict[str, list[Any]] = {
     "embed": [T.Q4_K],
@@ -73,6 +77,8 @@ FEW: dict[str, list[Any]] = {
     "attention": [("f16", "f16"), ("int8", "f16")],
     "expert_gate_up": [(T.Q4_K, T.Q4_K)],
     "expert_down": [T.Q6_K],
+    "batch_linear": [T.Q6_K],
+    "batch_expert": [T.Q4_K],
 }
 
 
@@ -100,8 +106,8 @@ def label(case: Case) -> str:
 
 def lower(name: str, variant: Any) -> None:
     """Lower a kernel to machine code of every card, and look at what it is made of."""
-    if name in CARD_KERNELS:
-        names = list(CARD_KERNELS[name].arguments)
+    if name in OF_CARDS:
+        names = list(OF_CARDS[name].arguments)
     else:
         names = [one.name for one in KERNELS[name].arguments]
     sizes = {one: SIZES[one] for one in names if one in SIZES}

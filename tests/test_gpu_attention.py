@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from attending import attend, close, expected, rows_are_close
 from gpu_launches import Run, shaped
+from host_launches import same_bits
 from kv_store import Store, random_heads
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.formats import CACHE_TYPES
+from strata_nb.kernels import runs
 from strata_nb.kernels.gpu import attention
 from strata_nb.kernels.gpu.attention import attention_kernel
 from strata_nb.kernels.gpu.functions import gpu_kernel
@@ -69,6 +71,21 @@ def test_rows_of_several_sequences_attend_to_their_own_cells(gpu: Run) -> None:
     q = random_heads(7, 2, 16)
     found = attend(gpu, kv, q, sequences, positions)
     assert rows_are_close(kv, found, q, sequences, positions)
+
+
+def test_rows_of_a_batch_attend_a_slice_at_a_time(
+    gpu: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "SLICE_BYTES", 0)  # 8 rows: in 11 there are two slices
+    kv = Store(("f16", "f16"), 1, (16, 8), sequences=2)
+    for sequence, cells in enumerate((70, 40)):
+        kv.fill(sequence, cells, seed=sequence)
+    positions = [*range(58, 67), 3, 9]
+    sequences = [0] * 9 + [1] * 2
+    q = random_heads(11, 2, 16)
+    found = attend(gpu, kv, q, sequences, positions)
+    assert rows_are_close(kv, found, q, sequences, positions)
+    assert same_bits(found[7:9], attend(gpu, kv, q[7:9], sequences[7:9], positions[7:9]))
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others(gpu: Run) -> None:

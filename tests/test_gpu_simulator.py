@@ -21,6 +21,8 @@ from strata_nb.kernels.gpu.intrinsics import (
     load_f32,
     load_i32,
     mma_16x8x8,
+    mma_16x8x16,
+    mma_16x8x32,
     shared_add_i64,
     shared_load_f32,
     shared_load_i64,
@@ -28,6 +30,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     shared_store_i64,
     shuffle_xor_f32,
     store_f32,
+    store_i32,
     store_i64,
     thread_index,
 )
@@ -172,6 +175,33 @@ def test_a_warp_multiplies_matrices() -> None:
     c = rng.integers(-4, 5, (16, 8)).astype(np.float32)
     wanted = c + a.astype(np.float32) @ columns.T.astype(np.float32)
     run(kernel, a, columns, c)
+    assert np.array_equal(c, wanted)
+
+
+@pytest.mark.parametrize("columns", [16, 32])
+def test_a_warp_multiplies_matrices_of_bytes(columns: int) -> None:
+    def kernel(a: int, b: int, c: int) -> None:
+        lane = i64(thread_index())
+        g, t = lane >> 2, lane & 3
+        upper, lower = a + columns * g + 4 * t, a + columns * (g + 8) + 4 * t
+        column, place = b + columns * g + 4 * t, c + 4 * (8 * g + 2 * t)
+        w, x, other = load_i32(upper), load_i32(lower), load_i32(column)
+        sums = load_i32(place), load_i32(place + 4), load_i32(place + 256), load_i32(place + 260)
+        if columns == 16:
+            found = mma_16x8x16(w, x, other, sums[0], sums[1], sums[2], sums[3])
+        else:
+            y, z, further = load_i32(upper + 16), load_i32(lower + 16), load_i32(column + 16)
+            found = mma_16x8x32(w, x, y, z, other, further, sums[0], sums[1], sums[2], sums[3])
+        store_i32(place, found[0])
+        store_i32(place + 4, found[1])
+        store_i32(place + 256, found[2])
+        store_i32(place + 260, found[3])
+
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-128, 128, (rows, columns)).astype(np.int8) for rows in (16, 8))
+    c = rng.integers(-9999, 9999, (16, 8)).astype(np.int32)
+    wanted = c + a.astype(np.int32) @ b.T.astype(np.int32)
+    run(kernel, a, b, c)
     assert np.array_equal(c, wanted)
 
 

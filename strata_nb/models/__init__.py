@@ -103,6 +103,7 @@ def emit_programs(
     packed_row_bytes: Callable[[int], int],
     chooses_tokens: bool,
     attends_in_runs: bool,
+    gathers_rows: bool,
 ) -> Programs:
     """Return what a step of a model runs; see `Emitter` for the arguments.
 
@@ -117,6 +118,7 @@ def emit_programs(
         packed_row_bytes=packed_row_bytes,
         chooses_tokens=chooses_tokens,
         attends_in_runs=attends_in_runs,
+        gathers_rows=gathers_rows,
     )
     _ARCHITECTURES[description.architecture].emit(description, emitter)
     return emitter.finish()

@@ -15,8 +15,9 @@ from typing import Literal, NamedTuple
 from strata_nb.errors import ConfigError
 from strata_nb.formats import TensorType
 from strata_nb.kernels.choices import CHOICE
+from strata_nb.kernels.groups import groups_at
 from strata_nb.kernels.program import Launch, launch
-from strata_nb.kernels.runs import work_floats
+from strata_nb.kernels.runs import work_bytes
 from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPart, Places, Programs, StepRecord
 from strata_nb.models.tensors import EXPERT_PARTS
@@ -44,6 +45,7 @@ class Emitter:
     packed_row_bytes   bytes of a quantised row of so many values, on this backend
     chooses_tokens     whether this backend draws tokens
     attends_in_runs    whether its attention needs work space for runs of cells
+    gathers_rows       whether rows are brought into the order of experts, or read where they are
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Emitter:
         packed_row_bytes: Callable[[int], int],
         chooses_tokens: bool,
         attends_in_runs: bool,
+        gathers_rows: bool,
     ) -> None:
         self.model = model
         self._places = places
@@ -65,6 +68,7 @@ class Emitter:
         self._packed_row_bytes = packed_row_bytes
         self._chooses_tokens = chooses_tokens
         self._attends_in_runs = attends_in_runs
+        self._gathers_rows = gathers_rows
         self._named: dict[str, tuple[int, int]] = {}  # address and bytes
         self._launches: list[Launch] = []
         self._layer_ends: list[int] = []
@@ -164,8 +168,8 @@ class Emitter:
         mixed = self._floats("mixed", model.heads * model.value_length)
         work = 0
         if self._attends_in_runs:
-            floats = work_floats(kv.table_width, model.value_length)
-            work = self._floats("runs", model.heads * floats)
+            size = work_bytes(self._max_rows, model.heads, kv.table_width, model.value_length)
+            work = self._buffer("runs", size)
         self._add(
             "attention",
             f"{blk}.attention",
@@ -318,7 +322,10 @@ class Emitter:
         choices, width, inner_width = model.top_k * self._max_rows, model.width, model.expert_width
         counts = {"rows": self._rows, "experts": model.experts, "top_k": model.top_k}
         x, row_bytes = h.for_type(gate.kind), self._row_bytes(gate.kind, width)
-        gathered = self._buffer(f"gathered.{row_bytes}", row_bytes * choices)
+        if self._gathers_rows:
+            gathered = self._buffer(f"gathered.{row_bytes}", row_bytes * choices)
+        else:
+            gathered = self._buffer("gathered", groups_at(0, choices, model.experts).end)
         members, addresses = self._named["members"][0], self._places.experts[layer].addresses
         source = {
             **counts,

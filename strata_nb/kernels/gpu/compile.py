@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.gpu.binding import rebind
-from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS, SINCE, Intrinsic
+from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS, SINCE, UNTIL, Intrinsic
 from strata_nb.kernels.gpu.operations import GpuKernel
 
 Function = Callable[..., Any]
@@ -133,6 +133,9 @@ def _for_target(ptx: str, target: int) -> str:
     """
     if target < _SPARING:
         ptx = re.sub(r"^\.minnctapersm.*\n", "", ptx, flags=re.MULTILINE)
+    for until in {int(one) for one in re.findall(UNTIL.format(r"(\d+)"), ptx)}:
+        if target < until:
+            ptx = ptx.replace(UNTIL.format(until), "")
     found = [int(since) for since in re.findall(SINCE.format(r"(\d+)"), ptx)]
     usable = [since for since in found if since <= target]
     for since in usable:

@@ -139,8 +139,8 @@ def _of_shape(name: str, sub_blocks: int, is_whole: bool) -> str:
 # Shared memory holds sums of parts of a row, float32: (gate and up, parts, 32 outputs).
 
 _GROUPS = SUB_BLOCK // GROUP_ROWS
-_PARTS = 4  # that the tiles of a row are shared by
-_GATE_UP_THREADS = WARP * _GROUPS * _PARTS
+PARTS = 4  # that the tiles of a row are shared by
+_GATE_UP_THREADS = WARP * _GROUPS * PARTS
 _PART_BITS = (WARP * _GROUPS).bit_length() - 1  # of the number of a thread, below its part
 _SUMS_BYTES = 4 * SUB_BLOCK
 # What these decode does not fit 64 registers.
@@ -168,7 +168,7 @@ def _finish_gate_up(
 
 def _sum_of_parts(place: int) -> Any:
     total, part = shared_load_f32(place), 1
-    while part < _PARTS:
+    while part < PARTS:
         total += shared_load_f32(place + _SUMS_BYTES * part)
         part += 1
     return total
@@ -184,7 +184,7 @@ def _packed_gate_up(
 
     Reads gate and up once for each choice, and its row, 1.5 bytes a value, for each group.
     """
-    gate_table = 2 * _SUMS_BYTES * _PARTS  # behind the sums
+    gate_table = 2 * _SUMS_BYTES * PARTS  # behind the sums
     is_one_type = gate_kind is up_kind
     up_table = gate_table if is_one_type else gate_table + table_bytes(gate_kind)
     read_gate, add_gate = _tile_of(gate_kind, sub_blocks, gate_table)
@@ -252,16 +252,16 @@ def _packed_gate_up(
                 up_words = read_up(of_up, rows_here, row, quarter, tile)
                 gate = add_gate(gate, gate_words, of_row, quarter, tile)
                 up = add_up(up, up_words, of_row, quarter, tile)
-                tile += _PARTS
+                tile += PARTS
         gate, up = row_sum(gate), row_sum(up)
         if lane < GROUP_ROWS:
             place = _SUMS_BYTES * part + 4 * (GROUP_ROWS * number + lane)
             shared_store_f32(place, gate)
-            shared_store_f32(place + _SUMS_BYTES * _PARTS, up)
+            shared_store_f32(place + _SUMS_BYTES * PARTS, up)
         barrier()
         if warp == 0:
             gate = _sum_of_parts(4 * lane)
-            up = _sum_of_parts(4 * lane + _SUMS_BYTES * _PARTS)
+            up = _sum_of_parts(4 * lane + _SUMS_BYTES * PARTS)
             _finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
     name = _of_shape(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", sub_blocks, is_whole)
@@ -354,23 +354,22 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
 # -- down ------------------------------------------------------------------------------------------
 #
 # A block has the eight outputs of a group for one row. Shared memory of packed weights: the sums of
-# each warp, (warps, 8) float32.
+# each part of each choice, (top_k, parts, 8) float32, and the shares, (top_k,).
 
 _DOWN_WARPS = 8
-_QUOTIENT_BITS = 24
+
+
+def parts_of_down(top_k: int, values: int) -> int:
+    """Return how many parts the sum over an expert's values has, by which a batch's bits are those
+    of a window: so many that few choices have work for all warps."""
+    parts, tiles = 1, tiles_of(values // SUB_BLOCK)
+    while 2 * parts * top_k <= _DOWN_WARPS and 2 * parts <= tiles:
+        parts *= 2
+    return parts
 
 
 def _down_grid(arguments: Arguments, most_rows: int) -> Grid:
     return most_rows, blocks_of(arguments["outputs"], GROUP_ROWS), 1
-
-
-def _sum_of_warps(output: int) -> Any:
-    """Return what the warps have of an output of the block, added up in their order."""
-    total, warp = shared_load_f32(4 * output), 1
-    while warp < _DOWN_WARPS:
-        total += shared_load_f32(4 * (GROUP_ROWS * warp + output))
-        warp += 1
-    return total
 
 
 @cache
@@ -379,38 +378,67 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
 
     is_whole   the last group has eight rows too
 
-    The tiles of all choices form one sequence, by ascending expert, that the warps share one by
-    one. So a block has work for all its warps with few choices of narrow experts, and sums are
-    exchanged once. A warp reads the weights of three tiles before it multiplies, the first three
-    while `expert_gate_up` still runs: eight experts of 768 values have no more. Where some of the
-    experts come to slots, it waits first, as everybody does who writes.
+    A warp has every eighth part of a choice (`parts_of_down`), whose tiles it adds up one after the
+    other; in the end the parts of a choice are added, and the choices by ascending expert. A warp
+    reads the weights of three tiles before it multiplies, the first three while `expert_gate_up`
+    still runs: an expert of 768 values has no more. Where some of the experts come to slots, it
+    waits first, as everybody does who writes.
 
     Reads down once for each choice, and inner, 1.5 bytes a value, for each group.
     """
-    table = 4 * GROUP_ROWS * _DOWN_WARPS  # behind the sums
+    tiles, parts = tiles_of(sub_blocks), parts_of_down(top_k, SUB_BLOCK * sub_blocks)
+    items, each = top_k * parts, blocks_of(tiles, parts)  # what warps share; most tiles of one
+    turns = each * blocks_of(items, _DOWN_WARPS)  # tiles that a warp takes, or fewer
+    part_bits = parts.bit_length() - 1
+    shares_at = 4 * GROUP_ROWS * items
+    table = shares_at + 4 * top_k
     read_tile, add_tile = _tile_of(kind, sub_blocks, table)
     fill = table_filler(kind, table, WARP * _DOWN_WARPS)
     group_row_bytes = row_bytes_of(kind)(sub_blocks)
     ask = _asker(kind, sub_blocks, is_whole)
     bring = row_bringer(_in_sixteens(group_row_bytes), WARP * _DOWN_WARPS)
-    tiles = tiles_of(sub_blocks)
-    all_tiles = top_k * tiles
-    inverse = (1 << _QUOTIENT_BITS) // tiles + 1  # exact while the number is below 2 ** 24 / tiles
 
-    def read(number: int, blobs: int, group: int, rows_here: int, row: int, quarter: int) -> Any:
-        """Read a tile of those of all choices; behind the last there is the last again."""
-        number = min(number, all_tiles - 1)
-        k = number * inverse >> _QUOTIENT_BITS
-        blob = load_i64(blobs + 8 * k) & ADDRESS
-        return read_tile(blob + group, rows_here, row, quarter, number - tiles * k)
+    def turn_of(warp: int, turn: int) -> Any:
+        """Return the item of a warp's turn, and the number of its tile."""
+        item = warp + _DOWN_WARPS * (turn // each)
+        return item, (item & parts - 1) + parts * (turn % each)
 
-    def add(total: Any, number: int, words: Any, inner: int, shares: int, quarter: int) -> Any:
-        """Add the share of a tile that was read, unless there is none of that number."""
-        if number < all_tiles:
-            k = number * inverse >> _QUOTIENT_BITS
-            x = inner + SUB_BLOCK_BYTES * sub_blocks * k
-            product = add_tile(f32(0.0), words, x, quarter, number - tiles * k)
-            total = fma(load_f32(shares + 4 * k), product, total)
+    def read(
+        warp: int, turn: int, blobs: int, group: int, rows_here: int, row: int, quarter: int
+    ) -> Any:
+        """Read the tile of a turn; where there is none another one."""
+        item, tile = turn_of(warp, turn)
+        blob = load_i64(blobs + 8 * (min(item, items - 1) >> part_bits)) & ADDRESS
+        return read_tile(blob + group, rows_here, row, quarter, min(tile, tiles - 1))
+
+    def add(
+        total: Any, warp: int, turn: int, words: Any, inner: int, lane: int, quarter: int
+    ) -> Any:
+        """Add the tile of a turn, if there is one; put the sum of an item away at its end."""
+        item, tile = turn_of(warp, turn)
+        if item >= items or turn >= turns:
+            return f32(0.0)
+        if tile < tiles:
+            x = inner + SUB_BLOCK_BYTES * sub_blocks * (item >> part_bits)
+            total = add_tile(total, words, x, quarter, tile)
+        if turn % each < each - 1:
+            return total
+        total = row_sum(total)
+        if lane < GROUP_ROWS:
+            shared_store_f32(4 * (GROUP_ROWS * item + lane), total)
+        return f32(0.0)
+
+    def sum_of(output: int) -> Any:
+        """Return the sum of an output over all choices."""
+        total, item, k = f32(0.0), 0, 0
+        while k < top_k:
+            product, last = shared_load_f32(4 * (GROUP_ROWS * item + output)), item + parts
+            item += 1
+            while item < last:
+                product += shared_load_f32(4 * (GROUP_ROWS * item + output))
+                item += 1
+            total = fma(shared_load_f32(shares_at + 4 * k), product, total)
+            k += 1
         return total
 
     def expert_down(
@@ -434,12 +462,13 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
         rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
         row = lane & GROUP_ROWS - 1 if is_whole else min(lane & GROUP_ROWS - 1, rows_here - 1)
         quarter, choices = lane >> 3, of_row * top_k
-        blobs, sources, shares = blobs + 8 * choices, sources + 8 * choices, shares + 4 * choices
+        blobs, sources = blobs + 8 * choices, sources + 8 * choices
         inner += SUB_BLOCK_BYTES * sub_blocks * choices
         group = down_offset + first * group_row_bytes
         is_ahead = load_i64(blobs) & ROW_COMES == 0
         if thread < top_k:
             ask(load_i64(blobs + 8 * thread), group, rows_here)
+            shared_store_f32(shares_at + 4 * thread, load_f32(shares + 4 * (choices + thread)))
         if not is_ahead:
             await_previous()
             bring(blobs, sources, top_k, group, i64(rows_here) * group_row_bytes, thread)
@@ -447,29 +476,26 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
         place = y + 4 * (of_row * outputs + first + thread)
         before = load_f32(place) if thread < rows_here else f32(0.0)
 
-        one, other, third = warp, warp + _DOWN_WARPS, warp + 2 * _DOWN_WARPS
-        ones = read(one, blobs, group, rows_here, row, quarter)
-        others = read(other, blobs, group, rows_here, row, quarter)
-        thirds = read(third, blobs, group, rows_here, row, quarter)
+        turn = 0
+        ones = read(warp, turn, blobs, group, rows_here, row, quarter)
+        others = read(warp, turn + 1, blobs, group, rows_here, row, quarter)
+        thirds = read(warp, turn + 2, blobs, group, rows_here, row, quarter)
         fill(thread)
         if is_ahead:
             await_previous()
         total = f32(0.0)
-        while one < all_tiles:
-            total = add(total, one, ones, inner, shares, quarter)
-            total = add(total, other, others, inner, shares, quarter)
-            total = add(total, third, thirds, inner, shares, quarter)
-            one, other, third = third + _DOWN_WARPS, third + 2 * _DOWN_WARPS, one + 5 * _DOWN_WARPS
-            if one < all_tiles:
-                ones = read(one, blobs, group, rows_here, row, quarter)
-                others = read(other, blobs, group, rows_here, row, quarter)
-                thirds = read(third, blobs, group, rows_here, row, quarter)
-        total = row_sum(total)
-        if lane < GROUP_ROWS:
-            shared_store_f32(4 * (GROUP_ROWS * warp + lane), total)
+        while turn < turns:
+            total = add(total, warp, turn, ones, inner, lane, quarter)
+            total = add(total, warp, turn + 1, others, inner, lane, quarter)
+            total = add(total, warp, turn + 2, thirds, inner, lane, quarter)
+            turn += 3
+            if turn < turns:
+                ones = read(warp, turn, blobs, group, rows_here, row, quarter)
+                others = read(warp, turn + 1, blobs, group, rows_here, row, quarter)
+                thirds = read(warp, turn + 2, blobs, group, rows_here, row, quarter)
         barrier()
         if thread < rows_here:
-            store_f32(place, before + _sum_of_warps(thread))
+            store_f32(place, before + sum_of(thread))
 
     name = _of_shape(f"expert_down_{kind.name}_{top_k}x", sub_blocks, is_whole)
     shared_bytes = table + table_bytes(kind)

@@ -18,7 +18,7 @@ it, not addresses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 WARP = 32
@@ -71,6 +71,18 @@ def since(target: int, instruction: str, constraints: str) -> tuple[str, str]:
     """
     joined = ",".join(part for part in (constraints, "~{memory}") if part)
     return SINCE.format(target) + instruction, joined
+
+
+UNTIL = "//until {}: "  # before what takes its place in PTX for older targets
+
+
+def by_age(target: int, newer: str, older: Sequence[str], constraints: str) -> tuple[str, str]:
+    """Return an instruction that targets have from `target` on, with others in its place before.
+
+    Both have the same operands; `older` write some of their results before they have read all.
+    """
+    lines = [SINCE.format(target) + newer, *(UNTIL.format(target) + one for one in older)]
+    return "\n\t".join(lines), constraints
 
 
 def _nothing(builder: Any, arguments: list[Any]) -> None:
@@ -157,6 +169,21 @@ def _load_vector(
     return emit
 
 
+def _store_vector(count: int, element: str, place: Callable[..., Any] = _global) -> Emit:
+    """Return what stores several neighbours at once; `place` as `_load` has it."""
+
+    def emit(builder: Any, arguments: list[Any]) -> None:
+        ir = _ir()
+        address, *lanes = arguments
+        kind = ir.VectorType(llvm_type(element), count)
+        vector = ir.Constant(kind, ir.Undefined)
+        for number, lane in enumerate(lanes):
+            vector = builder.insert_element(vector, lane, ir.Constant(ir.IntType(32), number))
+        builder.store(vector, place(builder, address, kind), align=4 * count)
+
+    return emit
+
+
 def _store(stored: str, place: Callable[..., Any]) -> Emit:
     def emit(builder: Any, arguments: list[Any]) -> None:
         kind = llvm_type(stored)
@@ -165,20 +192,6 @@ def _store(stored: str, place: Callable[..., Any]) -> Emit:
             value = builder.trunc(value, kind)
         align = (32 if stored == "f32" else int(stored[1:])) // 8
         builder.store(value, place(builder, arguments[0], kind), align=align)
-
-    return emit
-
-
-def _store_vector(count: int, element: str) -> Emit:
-    """Return what stores several neighbours at once."""
-
-    def emit(builder: Any, arguments: list[Any]) -> None:
-        ir = _ir()
-        vector = ir.VectorType(llvm_type(element), count)
-        value = ir.Constant(vector, ir.Undefined)
-        for number, lane in enumerate(arguments[1:]):
-            value = builder.insert_element(value, lane, ir.Constant(ir.IntType(32), number))
-        builder.store(value, _global(builder, arguments[0], vector), align=4 * count)
 
     return emit
 
@@ -221,12 +234,21 @@ shared_load_i32 = Intrinsic(
 shared_load_i64 = Intrinsic(
     "shared_load_i64", "i64(i64)", body=_load("i64", "i64", _shared, constant=False)
 )
+shared_load_2xi32 = Intrinsic(
+    "shared_load_2xi32", "2xi32(i64)", body=_load_vector(2, "i32", _shared, constant=False)
+)
+shared_load_2xf32 = Intrinsic(
+    "shared_load_2xf32", "2xf32(i64)", body=_load_vector(2, "f32", _shared, constant=False)
+)
 shared_load_4xf32 = Intrinsic(
     "shared_load_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _shared, constant=False)
 )
 shared_store_f32 = Intrinsic("shared_store_f32", "void(i64, f32)", body=_store("f32", _shared))
 shared_store_i32 = Intrinsic("shared_store_i32", "void(i64, i32)", body=_store("i32", _shared))
 shared_store_i64 = Intrinsic("shared_store_i64", "void(i64, i64)", body=_store("i64", _shared))
+shared_store_4xi32 = Intrinsic(
+    "shared_store_4xi32", "void(i64, i32, i32, i32, i32)", body=_store_vector(4, "i32", _shared)
+)
 
 
 def _global_add(builder: Any, arguments: list[Any]) -> None:
@@ -825,4 +847,96 @@ mma_16x8x8 = Intrinsic(
     "4xf32(i32, i32, i32, f32, f32, f32, f32)",
     ptx=_nvidia_mma,
     amdgpu=_amd_mma,
+)
+
+
+# The same with bytes: A has 16 rows of 32 signed bytes, B 32 rows of 8, C is int32. Of lane
+# 4 * g + t, in words of four bytes (the lowest first):
+#
+#     A   rows g and g + 8, columns 4 * t .. 4 * t + 3, then both 16 columns further: four words
+#     B   column g, rows 4 * t .. 4 * t + 3, then 16 rows further: two words
+#     C   as above
+#
+# `mma_16x8x16` has the first half of the columns of A and rows of B. Sums are exact.
+
+
+def _byte_mma(columns: int) -> tuple[str, str]:
+    """Return the instruction for so many columns of A: two sums of two words each, or of one.
+
+    Targets before 8.0 multiply 8 rows by 16 columns at a time.
+    """
+    halves = columns // 16
+    a = [f"${4 + number}" for number in range(2 * halves)]
+    b = [f"${4 + 2 * halves + number}" for number in range(halves)]
+    c = [f"${4 + 3 * halves + number}" for number in range(4)]
+    newer = (
+        f"mma.sync.aligned.m16n8k{columns}.row.col.s32.s8.s8.s32 {{$0, $1, $2, $3}}, "
+        f"{{{', '.join(a)}}}, {{{', '.join(b)}}}, {{{', '.join(c)}}};"
+    )
+    older = [
+        f"mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {sums}, "
+        f"{{{a[2 * half + row]}}}, {{{b[half]}}}, {sums if half else before};"
+        for half in range(halves)
+        for row, (sums, before) in enumerate(
+            (("{$0, $1}", f"{{{c[0]}, {c[1]}}}"), ("{$2, $3}", f"{{{c[2]}, {c[3]}}}"))
+        )
+    ]
+    operands = ",".join(["=&r"] * 4 + ["r"] * (3 * halves + 4))
+    return by_age(80, newer, older, operands)
+
+
+def _nvidia_byte_mma(columns: int) -> Emit:
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        ir = _ir()
+        kind = ir.FunctionType(llvm_type("4xi32"), [one.type for one in arguments])
+        text, constraints = _byte_mma(columns)
+        text = text.replace("\n", "\\0A").replace("\t", "\\09")
+        code = ir.InlineAsm(kind, text, constraints, True)
+        return builder.call(code, arguments, attrs=("convergent",))  # all lanes together, or none
+
+    return emit
+
+
+def _amd_byte_mma(columns: int) -> Emit:
+    """Fetch the words of A and B from the lanes that have them, and multiply byte by byte."""
+
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        ir = _ir()
+        halves = columns // 16
+        a, b, sums = arguments[: 2 * halves], arguments[2 * halves : 3 * halves], arguments[-4:]
+
+        def constant(value: int) -> Any:
+            return ir.Constant(ir.IntType(32), value)
+
+        lane = _amd_lane(builder)
+        t = builder.and_(lane, constant(3))
+        row = builder.sub(lane, t)  # the first lane that has this one's row
+        column = builder.add(builder.and_(lane, constant(-WARP)), builder.shl(t, constant(3)))
+        product = _amd_dp4a(signed=True)
+        for half in range(halves):
+            for word in range(4):
+                rows = [_amd_word_of(builder, one, row, word) for one in a[2 * half :][:2]]
+                columns_of = [_amd_word_of(builder, b[half], column, at + word) for at in (0, 4)]
+                for number in range(4):
+                    factors = [rows[number >> 1], columns_of[number & 1], sums[number]]
+                    sums[number] = product(builder, factors)
+        found = ir.Constant(llvm_type("4xi32"), ir.Undefined)
+        for number, one in enumerate(sums):
+            found = builder.insert_value(found, one, number)
+        return found
+
+    return emit
+
+
+mma_16x8x32 = Intrinsic(
+    "mma_16x8x32",
+    "4xi32(i32, i32, i32, i32, i32, i32, i32, i32, i32, i32)",
+    ptx=_nvidia_byte_mma(32),
+    amdgpu=_amd_byte_mma(32),
+)
+mma_16x8x16 = Intrinsic(
+    "mma_16x8x16",
+    "4xi32(i32, i32, i32, i32, i32, i32, i32)",
+    ptx=_nvidia_byte_mma(16),
+    amdgpu=_amd_byte_mma(16),
 )

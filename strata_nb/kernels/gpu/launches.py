@@ -12,6 +12,8 @@ left then becomes the card's kernel for it.
     with_routers     of a single row what leads to the choice of experts
     with_products    products of a single row
     with_last_norms  products that finish a single row, and its norm
+    with_slices      attention of more rows than a window has
+    with_batches     products and experts of more rows than a window has
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from strata_nb.kernels.gpu.attention_launches import with_runs
 from strata_nb.kernels.gpu.attention_ready import with_ready_rows
+from strata_nb.kernels.gpu.attention_slices import with_slices
+from strata_nb.kernels.gpu.batches import WINDOW_ROWS, with_batches
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.last_norm import with_last_norms
 from strata_nb.kernels.gpu.product_launches import with_products
@@ -31,7 +35,10 @@ from strata_nb.kernels.program import Launch, Program
 
 def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows."""
-    found = list(with_shares(with_routes(list(with_runs(program)), rows)))
+    found = list(with_runs(program))
+    if rows > WINDOW_ROWS:
+        found = list(with_batches(list(with_slices(found, rows)), rows))
+    found = list(with_shares(with_routes(found, rows)))
     if rows == 1:
         found = list(with_routers(list(with_ready_rows(found))))
         found = list(with_products(found))

@@ -62,6 +62,8 @@ class GpuKernel(NamedTuple):
     shared_bytes  of a block, of a launch's arguments
     registers     the most that a thread may take on any target: it decides how many blocks of it a
                   multiprocessor runs beside each other
+    spills        the most bytes of a thread that may be kept in memory: of a kernel whose
+                  inner loop needs all, what is wanted outside of it
     reads         bytes of weights that a launch reads, of its arguments and the number of rows:
                   each weight once where rows share it, experts as if no two rows chose the same
     """
@@ -73,6 +75,7 @@ class GpuKernel(NamedTuple):
     shared_bytes: Callable[[Arguments], int] = no_shared_bytes
     registers: int = MOST_REGISTERS
     reads: Callable[[Arguments, int], int] = no_reads
+    spills: int = 0
 
 
 def blocks_of(count: int, each: int) -> int:

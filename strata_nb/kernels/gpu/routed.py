@@ -52,7 +52,7 @@ class CardKernel(NamedTuple):
         return CardLaunch(self.find(variant, arguments), label, arguments, self.kinds)
 
 
-def _kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> CardKernel:
+def card_kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> CardKernel:
     """Return a kernel whose addresses are written `*name`, as in the table."""
     words = arguments.split()
     kinds = tuple("address" if word.startswith("*") else "integer" for word in words)
@@ -60,25 +60,25 @@ def _kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> Card
 
 
 CARD_KERNELS = {
-    "route": _kernel(
+    "route": card_kernel(
         "*rows *logits *positions *forced *addresses *homes *seen *plan *use *tally *chosen "
         "*shares *blobs *sources experts top_k renormalise",
         lambda decides, given: route_kernel(
             given["experts"], given["top_k"], decides=bool(decides)
         ),
     ),
-    "expert_fill": _kernel(
+    "expert_fill": card_kernel(
         "*rows *addresses *homes *seen *plan *chosen *blobs *sources experts top_k",
         lambda _, given: expert_fill_kernel(given["experts"]),
     ),
-    "expert_gate_up": _kernel(
+    "expert_gate_up": card_kernel(
         "*rows *blobs *sources *x *inner *packed gate_offset up_offset top_k values outputs "
         "row_bytes",
         lambda pair, given: expert_gate_up_kernel(
             pair[0], pair[1], given["values"], given["outputs"]
         ),
     ),
-    "expert_down": _kernel(
+    "expert_down": card_kernel(
         "*rows *blobs *sources *inner *shares *y down_offset top_k values outputs",
         lambda kind, given: expert_down_kernel(
             kind, given["values"], given["outputs"], given["top_k"]

@@ -1,0 +1,120 @@
+"""Find what a card launches otherwise for the rows of a prompt batch than for those of a window.
+
+    linear            `grouped.py`: tensor cores, with the same bits
+    a layer's experts
+
+        the table                       a card, for a batch
+        router_top_k, expert_group      route, batch_count, batch_group
+        expert_gather                   -
+        expert_gate_up                  batch_expert of gate and of up, batch_gate
+        expert_down                     batch_expert, batch_sum
+
+The bits are those of windows.
+
+Weights of floats have no other kernels here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.attention_slices import SLICES
+from strata_nb.kernels.gpu.batch_products import batch_expert_kernel, batch_linear_kernel
+from strata_nb.kernels.gpu.card_launch import CardLaunch
+from strata_nb.kernels.gpu.experts import PARTS, parts_of_down
+from strata_nb.kernels.gpu.functions import arguments_of
+from strata_nb.kernels.gpu.gathering import gate_kernel, sum_kernel
+from strata_nb.kernels.gpu.grouping import count_kernel, group_kernel
+from strata_nb.kernels.gpu.one_row import warps_of
+from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED, card_kernel
+from strata_nb.kernels.groups import groups_at
+from strata_nb.kernels.program import Launch
+from strata_nb.packing import PACKED
+
+WINDOW_ROWS = 8  # more of them are a batch
+
+BATCH_KERNELS = {
+    "batch_slices": SLICES,
+    "batch_count": card_kernel("*rows *chosen *counts experts top_k", lambda _, __: count_kernel()),
+    "batch_group": card_kernel(
+        "*rows *chosen *counts *members *sources *tiles experts top_k",
+        lambda _, given: group_kernel(given["top_k"]),
+    ),
+    "batch_linear": card_kernel(
+        "*rows *x *weight *bias *y values outputs add parts",
+        lambda kind, _: batch_linear_kernel(kind),
+    ),
+    "batch_expert": card_kernel(
+        "*tiles *sources *targets *addresses *x *y offset values outputs parts experts top_k",
+        lambda kind, _: batch_expert_kernel(kind),
+    ),
+    "batch_gate": card_kernel(
+        "*rows *inner *up *packed outputs top_k", lambda _, __: gate_kernel()
+    ),
+    "batch_sum": card_kernel(
+        "*rows *products *shares *y top_k outputs", lambda _, __: sum_kernel()
+    ),
+}
+
+
+def with_batches(
+    program: Sequence[Launch | CardLaunch], rows: int
+) -> Iterator[Launch | CardLaunch]:
+    """Yield launches, with products by packed weights as a card has them for so many rows."""
+    number = 0
+    while number < len(program):
+        one = program[number]
+        layer = [one for one in program[number : number + len(FUSED)] if isinstance(one, Launch)]
+        if isinstance(one, Launch) and one.kernel == "linear" and one.variant in PACKED:
+            given = arguments_of(one)
+            words = given | {"parts": warps_of(given["values"])}
+            yield BATCH_KERNELS["batch_linear"].part(words, one.variant, one.label)
+        elif tuple(part.kernel for part in layer) == FUSED and _is_packed(*layer[-2:]):
+            yield from _routed(rows, *layer)
+            number += len(FUSED) - 1
+        else:
+            yield one
+        number += 1
+
+
+def _is_packed(gate_up: Launch, down: Launch) -> bool:
+    return {*_pair(gate_up), down.variant} <= PACKED
+
+
+def _pair(gate_up: Launch) -> tuple[TensorType, TensorType]:
+    """Return the types of gate and up."""
+    pair: Any = gate_up.variant
+    return TensorType(pair[0]), TensorType(pair[1])
+
+
+def _routed(
+    rows: int, router: Launch, group: Launch, gather: Launch, gate_up: Launch, down: Launch
+) -> Iterator[CardLaunch]:
+    def part(name: str, label: str, given: dict[str, int], variant: object = None) -> CardLaunch:
+        return (CARD_KERNELS | BATCH_KERNELS)[name].part(given, variant, label)
+
+    given = arguments_of(router) | arguments_of(group) | arguments_of(gather)
+    places = groups_at(given["gathered"], rows * given["top_k"], given["experts"])
+    given |= places._asdict()
+    # Nobody comes to a slot in a batch, so that blobs are written and not looked at.
+    yield part("route", router.label, {**arguments_of(gate_up), **given, "blobs": given["places"]})
+    yield part("batch_count", group.label, given)
+    yield part("batch_group", group.label, given)
+
+    members = {"targets": given["members"]}
+    inner = given | arguments_of(gate_up) | members
+    for kind, y, part_of in zip(_pair(gate_up), ("inner", "other"), ("gate", "up"), strict=True):
+        words = {**inner, "y": inner[y], "offset": inner[f"{part_of}_offset"], "parts": PARTS}
+        yield part("batch_expert", gate_up.label, words, kind)
+    yield part("batch_gate", gate_up.label, {**inner, "up": inner["other"]})
+
+    outer = given | arguments_of(down) | members
+    words = {"sources": given["members"], "x": outer["inner"], "y": outer["products"]}
+    words |= {
+        "offset": outer["down_offset"],
+        "parts": parts_of_down(outer["top_k"], outer["values"]),
+    }
+    yield part("batch_expert", down.label, outer | words, down.variant)
+    yield part("batch_sum", down.label, outer)
