@@ -128,6 +128,16 @@ def warp_max(x: Any) -> Any:
     return larger_f32(x, shuffle_xor_f32(x, 1))
 
 
+def warp_sum_i32(x: Any) -> Any:
+    """Return the sum over a warp's lanes of an integer."""
+    x += shuffle_xor_i32(x, 16)
+    x += shuffle_xor_i32(x, 8)
+    x += shuffle_xor_i32(x, 4)
+    x += shuffle_xor_i32(x, 2)
+    x += shuffle_xor_i32(x, 1)
+    return x
+
+
 def warp_max_i32(x: Any) -> Any:
     """Return the largest of a warp's lanes of an i32."""
     x = max(x, shuffle_xor_i32(x, 16))
