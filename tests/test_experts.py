@@ -329,6 +329,46 @@ def test_without_slots_everything_is_read_in_place() -> None:
     world.end()
 
 
+def test_what_a_device_decided_is_taken_over_and_no_change_of_the_hosts(world: World) -> None:
+    arena = arena_of(world)
+    arena.fill([(0, 0), (0, 1)])
+    slot, other = arena.expert_address[0, :2].tolist()
+    changes, addresses = arena.addresses.changes, arena.expert_address.copy()
+    free = arena.free_slots()[1][0]
+    addresses[0, :3] = slot, arena.homes[0, 1], other  # 2 came for 1
+    addresses[1, 2] = free
+    came = arena.adopt(addresses)
+    assert np.argwhere(came).tolist() == [[0, 2], [1, 2]]
+    assert np.array_equal(arena.expert_address, addresses)
+    assert arena.addresses.changes == changes
+    assert (arena.resident, arena.filled) == (3, 2)
+    assert free not in np.concatenate(arena.free_slots())
+    ledger_of(world).check_integrity()
+    arena.forget()
+    assert arena.resident == 0
+    assert arena.addresses.changes > changes
+
+
+def test_slots_that_a_device_must_not_name_are_refused(world: World) -> None:
+    arena = arena_of(world)
+    arena.fill([(0, 0), (0, 1)])
+    before = arena.expert_address.copy()
+    held, home = int(before[0, 0]), int(arena.homes[0, 2])
+    lost = held + arena.layout.offset(9) - arena.layout.offset(0)  # behind the last of 7
+    for address in (held, held + 256, lost, home + 256):
+        addresses = before.copy()
+        addresses[0, 2] = address
+        with pytest.raises(RuleViolation, match="cannot be used"):
+            arena.adopt(addresses)
+        assert np.array_equal(arena.expert_address, before)
+    slot = arena.evict(0, 1)  # which is draining: a window before may read it
+    addresses = arena.expert_address.copy()
+    addresses[0, 2] = held + arena.layout.offset(slot) - arena.layout.offset(0)
+    with pytest.raises(RuleViolation, match="cannot be used"):
+        arena.adopt(addresses)
+    arena.reclaim()
+
+
 def test_blobs_that_are_not_aligned_are_refused(world: World) -> None:
     offsets = world.host.offsets + 16
     host = HostArena(world.host.address, world.host.size_bytes, offsets)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import gpu_launches
 import kernel_references as plain
 import numpy as np
 import pytest
@@ -268,7 +267,3 @@ def test_down_of_who_comes_is_brought_and_the_result_is_the_same(
     assert same_bits(y(coming.words, coming), expected)
     coming.check(experts, 1)
     assert np.all(coming.words & ADDRESS != 0)
-
-
-def test_the_kernels_that_decide_and_bring_compile_without_doubles() -> None:
-    gpu_launches.check_code("expert_fill", experts=128, top_k=8)

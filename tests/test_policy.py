@@ -494,3 +494,11 @@ def test_lasting_rates_fade() -> None:
             foresight.after(used(1, 2, *[(0, expert)] * 100), 100)
     lasting = foresight._features[2]
     np.testing.assert_allclose(lasting, [0.9995**3000, 1 - 0.9995**3000], atol=0.03)
+
+
+def test_the_chance_if_used_is_that_behind_a_token_that_uses_the_expert() -> None:
+    foresight = Foresight(np.array([[3, 2, 1, -1]]))
+    foresight.note(np.array([[1, 0, 1, 0]]), 1)
+    before = foresight.chance_if_used()
+    foresight.note(np.array([[0, 1, 0, 1]]), 1)
+    np.testing.assert_allclose(before[0, [1, 3]], foresight.chance()[0, [1, 3]])

@@ -20,7 +20,7 @@ from strata_nb.cache.policy import (
     Swaps,
 )
 from strata_nb.cache.profile import rank_by_use
-from strata_nb.cache.replay import Routes, optimum, replay
+from strata_nb.cache.replay import Routes, optimum, replay, replay_filling
 from strata_nb.cache.routing import count_use
 
 Experts = frozenset[int]
@@ -192,3 +192,16 @@ def test_ours_is_no_worse_than_lru_and_than_a_profile_of_the_same_model(
             )
         )
         assert ours >= max(lru, static) - 0.005, f"{percent}%: {ours} of {lru} and {static}"
+
+
+def test_what_is_decided_within_windows_hits_nearly_as_often() -> None:
+    routes = make_routes(layers=2, experts=32, top_k=4, tokens=400)
+    for slots, lost in ((64, 0.0), (32, 0.02), (16, 0.04)):
+        ranks = np.full((2, 32), -1, np.int32)
+        between = replay(routes, 32, Insertion(ranks), slots, [])
+        within = replay_filling(routes, 32, Insertion(ranks), slots, [])
+        assert within.choices == between.choices
+        assert within.hit_rate >= between.hit_rate - lost
+        assert within.written <= within.choices - within.hits
+    whole = [(layer, expert) for layer in range(2) for expert in range(32)]
+    assert replay_filling(routes, 32, Static(2, 32), 64, whole).hit_rate == 1
