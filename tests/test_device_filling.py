@@ -200,7 +200,7 @@ def test_runs_that_measure_give_no_slots(small: Path) -> None:
         before = model.arena.expert_address.copy()
         model._steps.silence()
         for _ in range(3):
-            model._backend.run(model._steps._body, 1)
+            model._backend.run(model._steps._few._body, 1)
         model._backend.wait()
         table = np.empty(before.shape, np.int64)
         places = model._filling_places
