@@ -61,10 +61,8 @@ def model(tiny: Path) -> Iterator[DeviceModel]:
 
 @contextmanager
 def heads_alone(model: DeviceModel) -> Iterator[None]:
-    """Leave the bodies out, which take long: heads read rows of made numbers."""
+    """Leave the bodies out, which take long: heads read what the step before left."""
     run, steps = model._backend.run, model._steps
-    rows = arguments_of(model._programs.head[0])["x"]
-    model._backend.send(rows, normal(8, model.description.width))
     windows = steps.windows
     assert windows is not None
 
@@ -79,6 +77,12 @@ def heads_alone(model: DeviceModel) -> Iterator[None]:
         patch.setattr(model._backend, "run", run_heads)
         patch.setattr(windows._flights, "_run", run_heads)
         yield
+
+
+def leave_rows(model: DeviceModel) -> None:
+    """Leave made numbers where heads read the rows of a step."""
+    rows = arguments_of(model._programs.head[0])["x"]
+    model._backend.send(rows, normal(8, model.description.width))
 
 
 def test_a_model_on_a_card_gives_the_hosts_logits_and_draws_from_them(
@@ -142,6 +146,7 @@ def test_graphs_of_batches_have_sizes_between_a_few_rows_and_the_most() -> None:
 
 def test_a_choice_that_has_no_room_on_the_card_is_made_by_the_host(model: DeviceModel) -> None:
     sequence = model.open_sequence()
+    leave_rows(model)
     with heads_alone(model):
         logits = read(model, sequence, [1])
         banned = np.argsort(-logits[0])[:100].tolist()
@@ -154,6 +159,7 @@ def test_logits_that_the_card_cannot_use_are_reported_as_the_host_reports_them(
     model: DeviceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sequence = model.open_sequence()
+    leave_rows(model)
     with heads_alone(model):
         run = model._backend.run
 
