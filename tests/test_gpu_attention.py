@@ -88,6 +88,14 @@ def test_rows_of_a_batch_attend_a_slice_at_a_time(
     assert same_bits(found[7:9], attend(gpu, kv, q[7:9], sequences[7:9], positions[7:9]))
 
 
+def test_a_slice_is_counted_before_the_launch_in_front_of_attention(gpu: Run) -> None:
+    kv = Store(("f16", "f16"), 1, (64, 64))
+    kv.fill(0, 9)
+    q = random_heads(9, 1, 64)  # attention by products of matrices: it reads ahead
+    found = attend(gpu, kv, q, [0] * 9, range(9))
+    assert rows_are_close(kv, found, q, [0] * 9, range(9))
+
+
 def test_a_row_has_the_same_bits_alone_and_among_others(gpu: Run) -> None:
     kv = Store(("int8", "f16"), 1, (16, 8), sequences=2)
     kv.fill(0, 100)

@@ -36,7 +36,7 @@ def slices_kernel() -> GpuKernel:
         "batch_slices",
         _slices,
         _THREADS,
-        lambda arguments, _: (blocks_of(arguments["slices"], _THREADS), 1, 1),
+        lambda arguments, _: (max(1, blocks_of(arguments["slices"], _THREADS)), 1, 1),
     )
 
 
@@ -44,14 +44,25 @@ SLICES = card_kernel("*rows *counts each slices", lambda _, __: slices_kernel())
 
 
 def with_slices(program: Sequence[Launch | CardLaunch], rows: int) -> Iterator[Launch | CardLaunch]:
-    """Yield the launches of so many rows, with attention and what combines its runs by slices."""
-    number, has_counts = 0, False
+    """Yield the launches of so many rows, with attention and what combines its runs by slices.
+
+    Attention reads how many rows there are before the launch in front of it has ended. So slices
+    are counted at the beginning, and where attention is what comes first another launch, which
+    counts none, stands between.
+    """
+    first = next((number for number, one in enumerate(program) if _is_attention(one)), None)
+    if first is not None:
+        attention = program[first]
+        assert isinstance(attention, CardLaunch)  # noqa: S101 - as `_is_attention` says
+        yield _count(attention, rows)
+        if first == 0:
+            counted = _count(attention, rows)
+            yield counted._replace(arguments={**counted.arguments, "slices": 0})
+    number = 0
     while number < len(program):
         one, *behind = program[number : number + 2]
         if _is_attention(one) and behind:
-            counted, *slices = _sliced(one, behind[0], rows)
-            yield from slices if has_counts else [counted, *slices]
-            has_counts = True
+            yield from _sliced(one, behind[0], rows)
             number += 2
         else:
             yield one
@@ -62,18 +73,24 @@ def _is_attention(one: Launch | CardLaunch) -> TypeGuard[CardLaunch]:
     return isinstance(one, CardLaunch) and {"kv_heads", "work"} <= set(one.arguments)
 
 
-def _sliced(attention: CardLaunch, combine: Launch | CardLaunch, rows: int) -> Iterator[CardLaunch]:
-    """Yield the launch that counts, and then those of each slice."""
-    if not isinstance(combine, CardLaunch):
-        raise AssertionError(f"{attention.label}: nothing combines its runs")
+def _count(attention: CardLaunch, rows: int) -> CardLaunch:
+    """Return the launch that counts the rows of slices."""
     given = attention.arguments
-    heads, length = given["heads"], given["value_length"]
-    sizes = heads, given["table_width"], length
+    sizes = given["heads"], given["table_width"], given["value_length"]
     each = slice_rows(rows, *sizes)
     slices = blocks_of(rows, each)
     counts = given["work"] + work_bytes(rows, *sizes) - 8 * slices
     words = {"rows": given["rows"], "counts": counts, "each": each, "slices": slices}
-    yield SLICES.part(words, label="slices")
+    return SLICES.part(words, label="slices")
+
+
+def _sliced(attention: CardLaunch, combine: Launch | CardLaunch, rows: int) -> Iterator[CardLaunch]:
+    """Yield the launches of each slice."""
+    if not isinstance(combine, CardLaunch):
+        raise AssertionError(f"{attention.label}: nothing combines its runs")
+    given, counted = attention.arguments, _count(attention, rows).arguments
+    heads, length = given["heads"], given["value_length"]
+    each, slices, counts = counted["each"], counted["slices"], counted["counts"]
     steps = {
         "rows": 8,
         "sequences": 8 * each,

@@ -501,7 +501,7 @@ def block_product(kind: TensorType) -> Function:
 def spills_of(kind: TensorType) -> int:
     """Return the most bytes of registers that a thread keeps in memory: what two sub-blocks need
     together leaves no register for what is wanted once in a stage."""
-    return 64 if scaling_of(kind).in_pairs else 0
+    return 64 if scaling_of(kind).in_pairs else 8
 
 
 def registers_of(kind: TensorType) -> int:
