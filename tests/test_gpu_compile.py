@@ -77,8 +77,8 @@ def _normed(kinds: Sequence[T], widths: Sequence[int]) -> Iterator[CardLaunch]:
 def _routers(kinds: Sequence[T], widths: Sequence[int]) -> Iterator[CardLaunch]:
     """Yield what leads to the choice of a row's experts, as a card launches it."""
     for kind, width, experts in product(kinds, widths, (128, 60)[: len(widths)]):
-        norm = shaped("rms_norm", parts=1, width=width)
-        one = shaped("linear", kind, values=width, outputs=experts)
+        norm = shaped("rms_norm", parts=1, width=width, out=1)  # not in place
+        one = shaped("linear", kind, values=width, outputs=experts, x=1)
         route = shaped_for_card("route", True, experts=experts, top_k=8)
         for made in with_routers([norm, one, *route]):
             assert isinstance(made, CardLaunch)
