@@ -357,8 +357,9 @@ class DeviceSteps:
             self._kv.extend(sequence, cells)
         reader = self._few if len(rows) <= WINDOW_ROWS else self._many
         self._latest = reader
-        planned = self._filling.begin() if reader is self._few else None
-        if planned is not None:
+        if reader is not self._few:
+            self._filling.silence()  # the plan that the device has is an older window's
+        elif (planned := self._filling.begin()) is not None:
             self._backend.send(*planned)
         by_layer = len(rows) > WINDOW_ROWS and not self._backend.batches_apart
         reader.read(rows, lengths, by_layer=by_layer)
@@ -370,7 +371,7 @@ class DeviceSteps:
             if was_complete:
                 self._residency.pass_over(len(rows))
             else:
-                self._residency.after(len(rows))
+                self._residency.after(len(rows), is_window=reader is self._few)
         if self._trace is not None:  # behind all that may fail: a step that is repeated counts once
             self._trace.append(self.chosen(len(rows)))
         for sequence, cells in new.items():

@@ -36,8 +36,8 @@ class FillingBackend(DrawingBackend):
         self.came = 0
         self._layers: dict[int, list[Layer]] = {}
 
-    def prepare(self, programs: Sequence[Program]) -> list[Any]:
-        prepared = super().prepare(programs)
+    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> list[Any]:
+        prepared = super().prepare(programs, batch_rows=batch_rows)
         for program, made in zip(programs, prepared, strict=True):
             self._layers[id(made)] = list(layers_of(program))
         return prepared

@@ -190,6 +190,28 @@ def test_steps_of_prompts_and_of_several_rows_fill_as_well(small: Path) -> None:
     assert np.array_equal(found[0].view(np.uint32), found[1].view(np.uint32))
 
 
+class BatchingBackend(FillingBackend):
+    """Read prompts in batches, by programs that give slots as windows do if a plan says so."""
+
+    most_rows, batches_apart = 16, True
+
+
+def test_a_prompt_batch_gives_slots_by_no_old_plan_and_fills_free_ones_behind(small: Path) -> None:
+    with engine_of(small, opens=BatchingBackend, expert_cache="40%", prefill=16) as engine:
+        model, device = model_of(engine), device_of(engine)
+        sequence = model.open_sequence()
+        model.step([Row(sequence, 20, True)])  # the device has a plan
+        came, held = device.came, np.count_nonzero(model.arena.expert_address != model.arena.homes)
+        assert came == held > 0
+        model.step([Row(sequence, token, True) for token in range(21, 33)])
+        assert device.came == came
+        assert np.count_nonzero(model.arena.expert_address != model.arena.homes) > held
+        found = write(begun(engine), LENGTH)
+        check_tables(engine)
+    with engine_of(small) as engine:
+        assert found == write(begun(engine), LENGTH)
+
+
 def test_runs_that_measure_give_no_slots(small: Path) -> None:
     with filling(small) as engine:
         model = model_of(engine)

@@ -48,8 +48,12 @@ class Told:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.told: list[tuple[npt.NDArray[np.integer], int, Mask, int]] = []
+        self.noted: list[int] = []  # tokens of steps behind which it moves nobody
         self.next = Moves([], [])
         self.worth = np.zeros(ranks.shape)
+
+    def note(self, used: Counts, rows: int) -> None:
+        self.noted.append(rows)
 
     def after(self, used: Counts, rows: int, resident: Mask, slots: int) -> Moves:
         self.told.append((used, rows, resident, slots))
@@ -60,7 +64,9 @@ class Told:
         return self.worth.copy()
 
 
-def residency_of(world: World, ranks: Ranks = NO_RANKS) -> tuple[Residency, list[Told]]:
+def residency_of(
+    world: World, ranks: Ranks = NO_RANKS, *, device_fills: bool = False
+) -> tuple[Residency, list[Told]]:
     assert world.ledger is not None
     made: list[Told] = []
 
@@ -68,7 +74,8 @@ def residency_of(world: World, ranks: Ranks = NO_RANKS) -> tuple[Residency, list
         made.append(Told(ranks))
         return made[-1]
 
-    return Residency(world.ledger.experts, ranks, make, say=world.said.append), made
+    experts, say = world.ledger.experts, world.said.append
+    return Residency(experts, ranks, make, say=say, device_fills=device_fills), made
 
 
 def test_a_policy_knows_the_layers_of_its_size_and_nothing_else(world: World) -> None:
@@ -137,6 +144,20 @@ def test_what_is_decided_moves_nothing_until_it_is_carried_out(world: World) -> 
     residency.carry_out(moves)
     assert np.argwhere(arena.expert_tier == Tier.SLOT).tolist() == [[2, 2]]
     world.check()
+
+
+def test_behind_prompt_batches_the_host_fills_slots_that_a_device_fills_in_windows(
+    world: World,
+) -> None:
+    assert world.ledger is not None
+    arena = world.ledger.experts
+    residency, (small, _) = residency_of(world, device_fills=True)
+    small.next = Moves([], [(1, 2)])
+    residency.after(1)
+    assert (small.noted, small.told) == ([1], [])
+    residency.after(500, is_window=False)
+    assert [rows for _, rows, *_ in small.told] == [500]
+    assert np.argwhere(arena.expert_tier == Tier.SLOT).tolist() == [[2, 2]]
 
 
 def test_a_step_that_is_repeated_counts_once(world: World) -> None:

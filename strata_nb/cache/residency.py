@@ -49,14 +49,15 @@ class Residency:
         self._layers = [np.flatnonzero(classes == number) for number in range(len(layout.classes))]
         self._policies = [make(ranks[layers]) for layers in self._layers]
 
-    def after(self, rows: int) -> None:
+    def after(self, rows: int, *, is_window: bool = True) -> None:
         """Move experts after a step of `rows` tokens: `decide`, then `carry_out`."""
-        self.carry_out(self.decide(rows))
+        self.carry_out(self.decide(rows, is_window=is_window))
 
-    def decide(self, rows: int) -> Moves:
+    def decide(self, rows: int, *, is_window: bool = True) -> Moves:
         """Tell the policies of a step of `rows` tokens; return what they want, of all layers.
 
-        `arena.use` counts the step. Nothing moves: later steps may be running.
+        `arena.use` counts the step. Nothing moves: later steps may be running. `is_window`: a
+        device that fills slots itself did so, which it does in windows only.
         """
         arena = self._arena
         used, rows = self._news(rows)
@@ -68,7 +69,7 @@ class Residency:
         for layers, policy in zip(self._layers, self._policies, strict=True):
             resident, slots = in_slots[layers], self._slots(layers)
             is_full = slots <= np.count_nonzero(resident)
-            if self._device_fills and not (policy.fetches and is_full):
+            if self._device_fills and is_window and not (policy.fetches and is_full):
                 policy.note(used[layers], rows)
                 continue
             moves = policy.after(used[layers], rows, resident, slots)
