@@ -269,6 +269,7 @@ def profiled() -> Run:
         "model": "m",
         "model_size": 1 << 30,
         "model_n_params": 10**9,
+        "options": {"force_routes": None, "overlap": True},
         "device": "cuda",
         "threads": 2,
         "commit": None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,7 @@ def test_the_limit_is_a_token_of_hits_and_on_top_what_misses_read() -> None:
         "model": "m",
         "model_size": 1 << 30,
         "model_n_params": 10**9,
+        "options": {"force_routes": None, "overlap": True},
         "device": "cuda",
         "threads": 2,
         "commit": None,
@@ -157,6 +159,40 @@ def test_what_cannot_be_measured_is_refused(run: Console, words: list[str], caus
     assert (status, out) == (2, "")
     assert cause in err
     assert "hint: " in err
+
+
+def test_who_asks_for_slots_that_cannot_be_hears_why(
+    run: Console, path: Path, tmp_path: Path
+) -> None:
+    dense = tmp_path / "dense.gguf"
+    make_model(dense, replace(SHAPE, architecture="qwen3", experts=0, top_k=0, layers=1))
+    hints = {
+        "a larger --expert-cache": ["-m", str(path), "--device", DEVICE, "--expert-cache=0"],
+        "the model has no experts": ["-m", str(dense), "--device", DEVICE],
+    }
+    for hint, words in hints.items():
+        status, _, err = run("bench", *words, "--cold=4", "-p4", "-n4", "-r1")
+        assert status == 2
+        assert f"hint: {hint}" in err
+
+
+def test_a_table_names_what_replaced_the_routers(run: Console, path: Path, tmp_path: Path) -> None:
+    routes = tmp_path / "routes.npy"
+    np.save(routes, np.tile(np.arange(SHAPE.top_k, dtype=np.int16), (9, SHAPE.layers, 1)))
+    words = [
+        "-m",
+        str(path),
+        "--device",
+        DEVICE,
+        "-p4",
+        "-n4",
+        "-r1",
+        "--force-routes",
+        str(routes),
+    ]
+    status, out, _ = run("bench", *words)
+    assert status == 0
+    assert f"\nroutes: {routes}, in place of what the routers choose\n" in out
 
 
 def test_a_full_device_says_why_the_link_was_not_measured() -> None:

@@ -60,7 +60,7 @@ def run(arguments: Arguments) -> int:
         if not has_slots and any(case.phase for case in cases):
             raise UnsupportedDevice(
                 f"--cold, --steady: the device {engine.device} has no slots that experts come to",
-                hint="give a device of its own memory: --device cuda, or host:1x512MiB",
+                hint=_hint_on_slots(engine, arguments),
             )
         read = _measured(engine, engine.plain_read)
         link = _measured(engine, engine.link_rate) if has_slots else None
@@ -74,6 +74,15 @@ def run(arguments: Arguments) -> int:
             for outcome in bench.outcomes(cases):
                 done.outcomes.append(outcome)
     return 0
+
+
+def _hint_on_slots(engine: Engine, arguments: Arguments) -> str:
+    """Say what would give an engine without slots some."""
+    if not engine.description.experts:
+        return "the model has no experts: take one that has"
+    if arguments.text("--expert-cache") is not None:
+        return "a larger --expert-cache"
+    return "give a device of its own memory: --device cuda, or host:1x512MiB"
 
 
 @contextmanager

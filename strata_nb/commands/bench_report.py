@@ -278,7 +278,7 @@ def as_tables(run: Run) -> str:
         ]
         for outcome in run.outcomes
     ]
-    lines = [_read_line("plain read", run.read)]
+    lines = [*_unusual(about["options"]), _read_line("plain read", run.read)]
     if run.link is not None:
         lines.append(_read_line("link", run.link))
     parts = [_table(head, rows, texts=4), "\n".join([*lines, _build_line(about)])]
@@ -321,6 +321,16 @@ def _profile_table(run: Run, outcome: Outcome, profile: WindowProfile) -> str:
         f"took {1e6 / median(outcome.rates):.1f} us"
     )
     return f"{title}\n\n{_table(head, rows, texts=2)}"
+
+
+def _unusual(options: dict[str, Any]) -> list[str]:
+    """Return lines on options without which the figures would be others."""
+    lines = []
+    if options["force_routes"] is not None:
+        lines.append(f"routes: {options['force_routes']}, in place of what the routers choose")
+    if not options["overlap"]:
+        lines.append("off: kernels that overlap (--no-overlap)")
+    return lines
 
 
 def _read_line(name: str, read: PlainRead | str) -> str:
