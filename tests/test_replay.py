@@ -6,6 +6,7 @@ from itertools import chain, combinations
 
 import numpy as np
 import pytest
+from filling_replay import replay_filling
 from hypothesis import given
 from hypothesis import strategies as st
 from make_routes import make_routes
@@ -20,7 +21,7 @@ from strata_nb.cache.policy import (
     Swaps,
 )
 from strata_nb.cache.profile import rank_by_use
-from strata_nb.cache.replay import Routes, optimum, replay, replay_filling
+from strata_nb.cache.replay import Routes, optimum, replay
 from strata_nb.cache.routing import count_use
 
 Experts = frozenset[int]
