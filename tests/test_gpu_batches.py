@@ -49,7 +49,7 @@ def grouped(gpu: gpu_launches.Run, chosen: Integers, experts: int, most_rows: in
 
 
 @pytest.mark.parametrize(
-    ("rows", "experts", "top_k"), [(9, 3, 2), (70, 2, 1), (150, 4, 3), (1, 12, 10)]
+    ("rows", "experts", "top_k"), [(9, 3, 2), (70, 2, 1), (650, 4, 3), (1, 12, 10)]
 )
 def test_choices_are_sorted_by_expert_and_cut_into_tiles(
     gpu: gpu_launches.Run, rows: int, experts: int, top_k: int

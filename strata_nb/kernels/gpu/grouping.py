@@ -53,13 +53,34 @@ def _sum_of_warps(kind: int, warps: int) -> Any:
     return total
 
 
+def _four(chosen: int, choice: int, step: int, last: int) -> Any:
+    """Return four choices at once, of which the loads wait for each other otherwise: those behind
+    the last are the last again."""
+    return (
+        load_i64(chosen + 8 * choice),
+        load_i64(chosen + 8 * min(choice + step, last)),
+        load_i64(chosen + 8 * min(choice + 2 * step, last)),
+        load_i64(chosen + 8 * min(choice + 3 * step, last)),
+    )
+
+
+def _hits(four: Any, choice: int, step: int, end: int, expert: int) -> Any:
+    """Return how many of four choices that there are, below `end`, are of an expert."""
+    a, b, c, d = four
+    found = 1 if a == expert else 0
+    found += 1 if b == expert and choice + step < end else 0
+    found += 1 if c == expert and choice + 2 * step < end else 0
+    return found + (1 if d == expert and choice + 3 * step < end else 0)
+
+
 def _count(rows: int, chosen: int, counts: int, experts: int, top_k: int) -> None:
     expert, thread = i64(block_x()), i64(thread_index())
     choices = load_i64(rows) * top_k
     found, choice = i64(0), thread
     while choice < choices:
-        found += 1 if load_i64(chosen + 8 * choice) == expert else 0
-        choice += _THREADS
+        four = _four(chosen, choice, _THREADS, choices - 1)
+        found += _hits(four, choice, _THREADS, choices, expert)
+        choice += 4 * _THREADS
     _store_sum(0, thread, found)
     barrier()
     if thread == 0:
@@ -107,8 +128,8 @@ def group_kernel(top_k: int) -> GpuKernel:
         first, last = min(each * thread, choices), min(each * (thread + 1), choices)
         found, choice = i64(0), first
         while choice < last:
-            found += 1 if load_i64(chosen + 8 * choice) == expert else 0
-            choice += 1
+            found += _hits(_four(chosen, choice, 1, last - 1), choice, 1, last, expert)
+            choice += 4
         shared_store_i32(_FOUND + 4 * thread, i32(found))
         _store_sum(0, thread, before)
         _store_sum(1, thread, tiles_before)
@@ -122,12 +143,17 @@ def group_kernel(top_k: int) -> GpuKernel:
             other += 1
         choice = first
         while choice < last and found > 0:
-            if load_i64(chosen + 8 * choice) == expert:
-                store_i64(members + 8 * place, choice)
-                store_i64(sources + 8 * place, i64(i32(choice) // top_k))
-                place += 1
-                found -= 1
-            choice += 1
+            a, b, c, d = _four(chosen, choice, 1, last - 1)
+            number = 0
+            while number < 4:
+                one = a if number == 0 else b if number == 1 else c if number == 2 else d
+                if one == expert and choice < last:
+                    store_i64(members + 8 * place, choice)
+                    store_i64(sources + 8 * place, i64(i32(choice) // top_k))
+                    place += 1
+                    found -= 1
+                number += 1
+                choice += 1
         own_tiles = count + TILE_ROWS - 1 >> _SHIFT
         tile = thread
         while tile < own_tiles:
