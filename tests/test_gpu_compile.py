@@ -109,7 +109,7 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     found: Kernels = {}
     for name in NAMES:
         for variant, values in launches_of(name, lengths=lengths):
-            for rows in (1, 8):
+            for rows in (1, 8, 64) if name == "linear" and variant in UNPACKED else (1, 8):
                 for made in shaped_for_card(name, variant, rows=rows, **values):
                     found[made.kernel.name] = made.kernel, made.kinds
             if name == "kv_append":  # which a card launches together with what is before it

@@ -59,6 +59,20 @@ def test_batches_of_any_size_have_them(
     check(gpu, matrix, x, most_rows=rows + 60)
 
 
+@pytest.mark.parametrize(
+    ("kind", "values", "outputs"),
+    [(T.F32, 264, 5), (T.F16, 1544, 18), (T.BF16, 72, 33), (T.F32, 33, 3)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_weights_of_floats_give_them_too(
+    gpu: gpu_launches.Run, kind: TensorType, values: int, outputs: int
+) -> None:
+    matrix, x = Matrix.random(kind, outputs, values), normal(10, values, seed=1)
+    bias, before = normal(outputs, seed=2), normal(10, outputs, seed=3)
+    check(gpu, matrix, x, most_rows=12)
+    check(gpu, matrix, x, most_rows=12, bias=bias, y=before)
+
+
 def test_a_bias_and_what_is_there_are_added_and_a_fault_stays_in_its_row(
     gpu: gpu_launches.Run,
 ) -> None:

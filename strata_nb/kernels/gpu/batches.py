@@ -1,6 +1,6 @@
 """Find what a card launches otherwise for the rows of a prompt batch than for those of a window.
 
-    linear            `grouped.py`: tensor cores, with the same bits
+    linear            `grouped.py`: tensor cores; `batch_floats.py`: weights of floats
     a layer's experts
 
         the table                       a card, for a batch
@@ -11,7 +11,7 @@
 
 The bits are those of windows.
 
-Weights of floats have no other kernels here.
+Experts of floats have no other kernels here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import Any
 
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.attention_slices import SLICES
+from strata_nb.kernels.gpu.batch_floats import batch_float_kernel
 from strata_nb.kernels.gpu.batch_products import batch_expert_kernel, batch_linear_kernel
-from strata_nb.kernels.gpu.card_launch import CardLaunch
+from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.experts import PARTS, parts_of_down
+from strata_nb.kernels.gpu.floats import EIGHT
 from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.gathering import gate_kernel, sum_kernel
 from strata_nb.kernels.gpu.grouping import count_kernel, group_kernel
@@ -31,7 +33,7 @@ from strata_nb.kernels.gpu.one_row import warps_of
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED, card_kernel
 from strata_nb.kernels.groups import groups_at
 from strata_nb.kernels.program import Launch
-from strata_nb.packing import PACKED
+from strata_nb.packing import PACKED, UNPACKED
 
 WINDOW_ROWS = 8  # more of them are a batch
 
@@ -71,6 +73,10 @@ def with_batches(
             given = arguments_of(one)
             words = given | {"parts": warps_of(given["values"])}
             yield BATCH_KERNELS["batch_linear"].part(words, one.variant, one.label)
+        elif isinstance(one, Launch) and one.kernel == "linear" and one.variant in UNPACKED:
+            kind, values = TensorType(one.variant), arguments_of(one)["values"]
+            made = card_launch(one)
+            yield made if values % EIGHT else made._replace(kernel=batch_float_kernel(kind, values))
         elif tuple(part.kernel for part in layer) == FUSED and _is_packed(*layer[-2:]):
             yield from _routed(rows, *layer)
             number += len(FUSED) - 1
