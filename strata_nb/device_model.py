@@ -567,9 +567,9 @@ class DeviceModel:
         """Let every expert leave its slot, and forget the profile and what was used so far."""
         with self._turn:
             self._settle()
+            self._residency.forget()
             self._counts.use[:] = 0
             self.arena.prior[:] = 0
-            self._residency.forget()
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""
