@@ -9,7 +9,8 @@ the truth while windows run:
     after a failure   `lose`: nobody knows what the slots hold, so all experts are at home again
 
 A plan for window n + 1 is made while n runs, and knows the windows up to n - 1. Free slots that n
-was offered are not offered once more before it has landed.
+was offered are not offered once more before it has landed. The device has what the host changed in
+the table before a window counts as begun: what is fetched after a failure is never older than that.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class DeviceFilling:
         self._window = 0
         self._offered: deque[set[int]] = deque()  # of windows in flight, the oldest first
         self._is_silent = False  # the device has a plan by which nobody comes
+        self._sent_changes = -1  # of the host's to the addresses, which the device has
         if places is not None:
             backend.send(places.homes, arena.homes)
             backend.send(places.seen, np.zeros(arena.use.shape, np.int64))
@@ -92,6 +94,7 @@ class DeviceFilling:
         if self._places is None:
             return None
         arena = self._arena
+        self._send_changes(self._places.addresses)
         self._window += 1
         if not arena.usable_slots or arena.is_complete:
             self._offered.append(set())
@@ -108,10 +111,10 @@ class DeviceFilling:
 
     def landed(self, addresses: npt.NDArray[np.int64] | None) -> None:
         """Take over what the oldest window in flight left; None: its plan let nobody come."""
-        if self._offered:
-            self._offered.popleft()
         if addresses is not None:
             self._adopt(addresses, is_counted=True)
+        if self._offered:  # before, whatever ends this half way lets the addresses be fetched
+            self._offered.popleft()
 
     def find(self, *, is_counted: bool = False) -> None:
         """Fetch what all windows left, of which none runs.
@@ -146,6 +149,13 @@ class DeviceFilling:
         if self._places is not None and not self._is_silent:
             self._backend.send(self._places.plan, self._silence.view(np.uint8))
             self._is_silent = True
+
+    def _send_changes(self, addresses: int) -> None:
+        """Send the table where the host has changed it since, though a run will do so too."""
+        changes = self._arena.addresses.changes
+        if self._sent_changes != changes:
+            self._backend.send(addresses, self._arena.expert_address)
+            self._sent_changes = changes
 
     def _adopt(self, addresses: npt.NDArray[np.int64], *, is_counted: bool) -> None:
         with interrupts_later():
