@@ -43,6 +43,7 @@ from strata_nb.errors import ConfigError, DeviceLost
 from strata_nb.fill_plans import plan_type
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
+from strata_nb.interrupts import interrupts_later
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
 from strata_nb.link_rate import link_rate
 from strata_nb.loading_pieces import LoadProgress
@@ -567,9 +568,10 @@ class DeviceModel:
         """Let every expert leave its slot, and forget the profile and what was used so far."""
         with self._turn:
             self._settle()
-            self._residency.forget()
-            self._counts.use[:] = 0
-            self.arena.prior[:] = 0
+            with interrupts_later():
+                self._residency.forget()
+                self._counts.use[:] = 0
+                self.arena.prior[:] = 0
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""
