@@ -9,6 +9,7 @@ from strata_nb.cache.elastic import GrowthRules
 from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.cache.plan import Needs, Plan
 from strata_nb.cache.slots import SlotLayout, slot_budget
+from strata_nb.device_streaming import ring_bytes
 from strata_nb.errors import ConfigError
 from strata_nb.execution import PLAIN_UNIT_BYTES
 from strata_nb.models.description import bytes_text
@@ -79,6 +80,11 @@ def limit_bytes(options: Options, backend: Backend[Any]) -> int | None:
 def plain_bytes(*sizes: int) -> int:
     """Return what allocations of these sizes take of a device's memory, each in whole pages."""
     return sum(-(-size // PLAIN_UNIT_BYTES) * PLAIN_UNIT_BYTES for size in sizes)
+
+
+def loan_bytes(slots: SlotLayout, backend: Backend[Any]) -> int:
+    """Return how much memory that nobody uses a prompt may borrow for missed experts."""
+    return ring_bytes(slots.blob_bytes, slots.experts) if backend.has_slots else 0
 
 
 def reserve_bytes(options: Options, backend: Backend[Any]) -> int:

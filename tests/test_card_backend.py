@@ -140,8 +140,12 @@ def test_graphs_of_batches_have_sizes_between_a_few_rows_and_the_most() -> None:
         [32, 128, 512],
         [32, 64, 256, 1024, 4096],
     ]
-    program = card_backend.CardProgram({32: 1, 128: 2, 512: 3})
-    assert [program.graph(rows) for rows in (9, 32, 33, 128, 129, 512)] == [1, 1, 2, 2, 3, 3]
+    program = card_backend.CardProgram({32: [1, 4], 128: [2, 5], 512: [3, 6]}, [7, 9])
+    asked = (9, 32, 33, 128, 129, 512)
+    assert [program.graphs(rows, 0, 7) for rows in asked] == [[1], [1], [2], [2], [3], [3]]
+    assert (program.graphs(9), program.graphs(9, 7)) == ([1, 4], [4])
+    with pytest.raises(AssertionError, match="launches 0 to 8 are no pieces"):
+        program.graphs(9, 0, 8)
 
 
 def test_a_choice_that_has_no_room_on_the_card_is_made_by_the_host(model: DeviceModel) -> None:
