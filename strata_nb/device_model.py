@@ -488,6 +488,7 @@ class DeviceModel:
             hits=hits,
             misses=misses,
             filled=arena.filled,
+            streamed=self._steps.streamed[0],
         )
 
     def _tell(self, kind: str, **fields: object) -> None:
@@ -569,6 +570,7 @@ class DeviceModel:
             missed_bytes,
             missed_bytes + moved.copied_bytes,
             self.arena.filled,
+            *self._steps.streamed,
         )
 
     def look(self) -> Look:

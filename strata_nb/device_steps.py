@@ -169,6 +169,12 @@ class DeviceSteps:
             with suppress(StrataError):
                 self._backend.wait()
 
+    @property
+    def streamed(self) -> tuple[int, int]:
+        """How many experts were copied for prompt batches so far, and their bytes."""
+        streaming = self._streaming
+        return (0, 0) if streaming is None else (streaming.streamed, streaming.streamed_bytes)
+
     def return_loan(self) -> None:
         """Give back what prompt batches borrowed; nothing is in flight."""
         if self._streaming is not None:
@@ -377,12 +383,16 @@ class DeviceSteps:
             self._backend.send(*planned)
         by_layer = len(rows) > WINDOW_ROWS and not self._backend.batches_apart
         streaming = self._streaming if reader is not self._few else None
+        used_before = self._arena.use.copy()
         if streaming is not None:
             streaming.begin(len(rows))
         reader.read(rows, lengths, by_layer=by_layer, streaming=streaming)
         result = head(reader.heads, [n for n, row in enumerate(rows) if row.wants_logits])
         self._backend.wait()
         was_complete = self._arena.is_complete
+        if streaming is not None:
+            used = self._arena.use - used_before
+            self._residency.note_batch(used, streaming.coming)
         self._filling.find(is_counted=True)
         if self._arena.usable_slots:
             if was_complete:

@@ -130,6 +130,14 @@ class ExpertStreaming:
         _write(self._tables.reads, reads)
         _write(self._tables.missed, np.where(arena.expert_tier == Tier.IN_PLACE, reads, 0))
 
+    @property
+    def coming(self) -> npt.NDArray[np.bool_]:
+        """Who comes, or came, for the batch that was begun last: (layers, experts)."""
+        found = np.zeros(self._arena.expert_tier.shape, bool)
+        for layer, coming in enumerate(self._coming):
+            found[layer, [one.expert for one in coming]] = True
+        return found
+
     def bring(self, layer: int) -> None:
         """Begin to copy who comes of a layer, and let it wait for them."""
         coming, driver = self._coming[layer], self._driver

@@ -57,6 +57,7 @@ class Report:
     missed_bytes      of the experts that misses read
     link_bytes        that devices took from host memory for experts: by misses, and by copies
     filled            missed experts that a card brought to slots itself, on their way
+    streamed, streamed_bytes   missed experts that were copied for prompt batches, and their bytes
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the devices' memory
     """
@@ -72,6 +73,8 @@ class Report:
     missed_bytes: int
     link_bytes: int
     filled: int
+    streamed: int
+    streamed_bytes: int
     kv_cells: int
     bytes_by_owner: dict[str, int]
 
@@ -321,6 +324,8 @@ class Engine:
             report.missed_bytes,
             report.link_bytes,
             report.filled,
+            report.streamed,
+            report.streamed_bytes,
             sum(device.kv_cells for device in report.devices),
             owners,
         )

@@ -204,6 +204,31 @@ def test_choices_of_experts_that_came_for_a_batch_are_misses(model_file: Path) -
         assert np.array_equal(model.arena.expert_address, model.arena.homes)
 
 
+@pytest.mark.parametrize("cache", ["0", "50%"])
+def test_bytes_over_the_link_are_those_of_each_blob_once(model_file: Path, cache: str) -> None:
+    with streams(model_file, expert_cache=cache) as model:
+        read_in(model, IDS, 64)
+        first = model.report()
+        came = model._residency.inserted_bytes  # to slots, behind the batch
+        blobs = SHAPE.experts * sum(model.arena.layout.blob_bytes)
+        assert first.streamed == missing(model) + first.inserted == 48
+        assert first.streamed_bytes == first.missed_bytes == first.link_bytes - came == blobs
+        sequence = model.open_sequence()
+        read(model, sequence, IDS[:16])  # a batch that reads in place
+        of_few, read_there = model.report(), model.arena.expert_tier != 0
+        if cache == "0":
+            sizes = np.array(model.arena.layout.blob_bytes)
+            chosen = model.chosen(16)
+            wanted = [len(np.unique(chosen[:, layer])) for layer in range(SHAPE.layers)]
+            assert of_few.missed_bytes - first.missed_bytes == wanted @ sizes
+            assert read_there.all()
+        read(model, sequence, IDS[:1])  # a window
+        window = model.report()
+        misses = window.misses - of_few.misses
+        assert (window.missed_bytes > of_few.missed_bytes) == (misses > 0)
+        assert window.streamed == first.streamed
+
+
 def test_several_texts_share_a_batch(model_file: Path) -> None:
     with streams(model_file, expert_cache="50%") as model:
         sequences = [model.open_sequence(), model.open_sequence()]
