@@ -155,11 +155,15 @@ class DeviceModel:
             slots_wanted=wanted_slots,
             outside_bytes=backend.outside_bytes,
             limit_bytes=device_needs.limit_bytes(options, backend),
-            loan_bytes=0 if batch is None else device_needs.loan_bytes(sizes.slots, backend),
         )
         expert_bytes = sizes.experts.size_bytes if sizes.experts else 0
         self.warnings += loading.check_memory(device_needs.host_bytes(expert_bytes, needs, backend))
-        plan = plan_device(driver, device, needs)
+        plan, ring_bytes = plan_device(driver, device, needs), 0
+        if batch is not None and sizes.experts is not None:
+            needs, ring_bytes = device_needs.with_ring(
+                needs, plan, sizes.slots, borrows=options.prefill_borrow
+            )
+            plan = plan_device(driver, device, needs)
         self.warnings += device_needs.reach_warnings(plan)
         backend.compile([measured.body, measured.head, measured.choice], compiling, say)
         if batch is not None:
@@ -223,6 +227,11 @@ class DeviceModel:
         use, tally = SharedTable(self.arena.use), SharedTable(self.arena.tally)
         places = (backend.share(table, is_written=True) for table in (use, tally))
         self._counts = SharedCounts(use, tally, *places)
+        ring = None if options.prefill_borrow else (0, 0)
+        if ring_bytes:
+            ring = driver.allocate(ring_bytes, device), ring_bytes
+            undo.callback(driver.free, ring[0])
+            self._tell("block", device=device, owner="buffers", address=ring[0], size=ring_bytes)
         emitted, batch, placed_bytes = self._emit(
             sizes, weights.tensors, Buffers(base), placed=True
         )
@@ -251,6 +260,7 @@ class DeviceModel:
                 self.ledger,
                 self.arena,
                 self._batch_tables,
+                ring,
                 top_k=model.top_k,
                 say=say,
             )

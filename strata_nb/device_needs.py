@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from strata_nb.backend import Backend
@@ -82,9 +83,16 @@ def plain_bytes(*sizes: int) -> int:
     return sum(-(-size // PLAIN_UNIT_BYTES) * PLAIN_UNIT_BYTES for size in sizes)
 
 
-def loan_bytes(slots: SlotLayout, backend: Backend[Any]) -> int:
-    """Return how much memory that nobody uses a prompt may borrow for missed experts."""
-    return ring_bytes(slots.blob_bytes, slots.experts) if backend.has_slots else 0
+def with_ring(needs: Needs, plan: Plan, slots: SlotLayout, *, borrows: bool) -> tuple[Needs, int]:
+    """Return needs with what prompt batches need for missed experts, and the bytes of buffers.
+
+    plan      of `needs`: where all experts have slots, nothing is added
+    borrows   memory that nobody uses is enough, or slots; else buffers are taken at the start
+    """
+    size = ring_bytes(slots) if plan.start_slots < slots.full_slots else 0
+    if borrows:
+        return replace(needs, loan_bytes=size), 0
+    return replace(needs, dense_bytes=needs.dense_bytes + plain_bytes(size)), size
 
 
 def reserve_bytes(options: Options, backend: Backend[Any]) -> int:
@@ -123,6 +131,8 @@ def switched_off(options: Options, plan: Plan, slots: int, experts: int) -> list
         off.append("following the text (--adapt off)")
     if not options.overlap:
         off.append("kernels that overlap (--no-overlap)")
+    if not options.prefill_borrow and slots < experts:
+        off.append("loans to prompts (--no-prefill-borrow)")
     if plan.needs.kv_cells >= plan.needs.kv_most_cells and options.kv_grow is False:
         off.append("growth of the K/V (--no-kv-grow)")
     return off

@@ -14,8 +14,10 @@ the link and the products never wait for each other; with fewer they do at times
 
 The ring is a loan of the ledger: memory that nobody uses, or slots at the arena's end. It stays for
 the next batch of the prompt, and goes back before the first window, or when something else needs
-memory. A batch of few rows is read in place: it does not use all experts, and those that it uses
-have one tile each.
+memory. Where nothing is to be borrowed it is a buffer that the plan has counted.
+
+A batch of few rows is read in place: it does not use all experts, and those that it uses have one
+tile each.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import numpy.typing as npt
 from strata_nb.backend import Backend
 from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.experts import ExpertArena, Tier
+from strata_nb.cache.slots import SlotLayout
 from strata_nb.errors import DeviceLost, DriverError
 from strata_nb.progress import Say
 from strata_nb.shared_tables import SharedTable
@@ -62,9 +65,9 @@ class Coming(NamedTuple):
     behind: int
 
 
-def ring_bytes(blob_bytes: tuple[int, ...], experts: int) -> int:
+def ring_bytes(layout: SlotLayout) -> int:
     """Return how many bytes are of use to any batch."""
-    return LAYERS_AT_ONCE * experts * max(blob_bytes, default=0)
+    return LAYERS_AT_ONCE * layout.experts * max(layout.classes, default=0)
 
 
 class ExpertStreaming:
@@ -79,14 +82,16 @@ class ExpertStreaming:
         ledger: Ledger,
         arena: ExpertArena,
         tables: BatchTables,
+        own: tuple[int, int] | None,
         *,
         top_k: int,
         say: Say,
     ) -> None:
+        """`own`: address and size of a ring that is there for good; None: one is borrowed."""
         self.streamed = self.streamed_bytes = 0
         self._backend, self._driver = backend, backend.driver
         self._ledger, self._arena, self._tables = ledger, arena, tables
-        self._top_k, self._say = top_k, say
+        self._own, self._top_k, self._say = own, top_k, say
         self._failing = False  # to borrow, since it last went well; then it was said
         self._coming: list[list[Coming]] = []  # of each layer of the batch
         self._assigned = b"", (0, 0)  # the tiers and the ring that they were found for
@@ -166,7 +171,10 @@ class ExpertStreaming:
             self._ledger.end_loan()
 
     def _ring(self) -> tuple[int, int]:
-        """Return address and size of what is borrowed, as much as is of use and there is."""
+        """Return address and size of the ring; what is borrowed is as much as is of use and there
+        is."""
+        if self._own is not None:
+            return self._own
         ledger, chunk_bytes = self._ledger, self._ledger.plan.chunk_bytes
         if self.has_loan:
             return ledger.loan()

@@ -184,6 +184,8 @@ class Engine:
                 )
         if not options.overlap:
             raise _nothing_overlaps(REFERENCE)
+        if not options.prefill_borrow:
+            raise _nothing_borrows(REFERENCE)
         if options.deterministic:
             raise ConfigError(
                 "--deterministic: the products of the reference device are numpy's, whose rounding "
@@ -240,6 +242,8 @@ class Engine:
             if not backend.overlaps:
                 raise _nothing_overlaps(self.device)
             backend.overlaps = False
+        if not options.prefill_borrow and not backend.batches_apart:
+            raise _nothing_borrows(self.device)
         self.warnings += backend.warnings
         most_rows = max(WINDOW_ROWS, self.prefill_rows)
         if backend.most_rows is not None and most_rows > backend.most_rows:
@@ -487,6 +491,13 @@ class Engine:
 def _nothing_overlaps(device: str) -> ConfigError:
     return ConfigError(
         f"--no-overlap: the device {device} begins no kernel before another has ended",
+        hint="leave it out, or use a card: --device cuda",
+    )
+
+
+def _nothing_borrows(device: str) -> ConfigError:
+    return ConfigError(
+        f"--no-prefill-borrow: the device {device} borrows nothing for prompts",
         hint="leave it out, or use a card: --device cuda",
     )
 

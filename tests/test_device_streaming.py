@@ -17,13 +17,13 @@ from streaming_backend import StreamingBackend
 
 from strata_nb import Engine, Options, Sampling
 from strata_nb.device_model import DeviceModel
-from strata_nb.device_streaming import ExpertStreaming
+from strata_nb.device_streaming import ExpertStreaming, ring_bytes
 from strata_nb.errors import DriverError
 from strata_nb.kernels.reference import Floats
 from strata_nb.steps import Row
 
 IDS = random_tokens(64)
-ROOMY, FULL = "host:1x64MiB@64KiB", "host:1x6MiB@64KiB"  # the second has no room for all experts
+ROOMY, FULL = "host:1x64MiB@64KiB", "host:1x7MiB@64KiB"  # the second has no room for all experts
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +227,25 @@ def test_bytes_over_the_link_are_those_of_each_blob_once(model_file: Path, cache
         misses = window.misses - of_few.misses
         assert (window.missed_bytes > of_few.missed_bytes) == (misses > 0)
         assert window.streamed == first.streamed
+
+
+def test_buffers_of_its_own_are_counted_and_nothing_is_borrowed(
+    model_file: Path, exact: Floats
+) -> None:
+    for device in (ROOMY, FULL):
+        with streams(model_file, device) as model:
+            borrowing = model.ledger.plan
+        with streams(model_file, device, prefill_borrow=False) as model:
+            plan = model.ledger.plan
+            size = ring_bytes(model.arena.layout) if device == FULL else 0
+            assert 0 <= plan.needs.dense_bytes - borrowing.needs.dense_bytes - size < 4096
+            assert (plan.start_slots < borrowing.start_slots) == (device == FULL)
+            before = model.ledger.holdings()
+            assert same_bits(read_in(model, IDS, 64), exact)
+            assert (streaming_of(model).streamed > 0) == (device == FULL)
+            assert model.ledger.holdings() == before
+            off = "loans to prompts (--no-prefill-borrow)"
+            assert (off in model.off) == (device == FULL)
 
 
 def test_several_texts_share_a_batch(model_file: Path) -> None:

@@ -81,10 +81,10 @@ class Plan:
     start           what is mapped at the start
     in_use_bytes    of the device before anything was taken: contexts, other programs
     kv_reach        chunks that the K/V can grow to beside the floor, as others are now
-    most_slots      that there may ever be
+    start_slots, most_slots   that there are at the start, and may ever be
     floor_chunks    of the arena that hold one slot a layer
     arena_chunks, kv_chunks   that addresses are reserved for
-    loan_chunks     the same, behind the arena's, for a loan alone; 0 where all experts have slots
+    loan_chunks     the same, behind the arena's, for a loan alone
     """
 
     needs: Needs
@@ -93,6 +93,7 @@ class Plan:
     start: Holdings
     in_use_bytes: int
     kv_reach: int
+    start_slots: int
     most_slots: int
     floor_chunks: int
     arena_chunks: int
@@ -177,8 +178,7 @@ def plan_capacity(needs: Needs, free_bytes: int, total_bytes: int, chunk_bytes: 
     kv_chunks = chunks(needs.kv.bytes_for(needs.kv_most_cells))
     arena_chunks = chunks(slots.bytes_of(most_slots)) if slots is not None else 0
     beside_dense = max(0, total_bytes - needs.beside_bytes) // chunk_bytes
-    lacks_slots = slots is None or least < slots.full_slots
-    loan_chunks = chunks(needs.loan_bytes) if lacks_slots else 0
+    loan_chunks = chunks(needs.loan_bytes)
     return Plan(
         needs,
         chunk_bytes,
@@ -186,6 +186,7 @@ def plan_capacity(needs: Needs, free_bytes: int, total_bytes: int, chunk_bytes: 
         start=Holdings(experts=arena, kv=kv),
         in_use_bytes=total_bytes - free_bytes,
         kv_reach=min(kv_chunks, room - floor),
+        start_slots=0 if slots is None else least,
         most_slots=most_slots,
         floor_chunks=floor,
         arena_chunks=arena_chunks,
