@@ -122,9 +122,7 @@ class ExpertStreaming:
         """
         arena, experts = self._arena, self._arena.layout.experts
         is_worth_it = rows * self._top_k >= LEAST_CHOICES * experts and not arena.is_complete
-        ring = (
-            self._ring() if is_worth_it else (0, 0)
-        )  # slots may be lent: who is missing comes next
+        ring = self._ring() if is_worth_it else (0, 0)  # it may be slots, whose experts leave
         if self._assigned != (arena.expert_tier.tobytes(), ring):
             self._assigned = arena.expert_tier.tobytes(), ring
             self._coming = self._assign(*ring)
@@ -200,18 +198,19 @@ class ExpertStreaming:
         return max(self._arena.layout.classes)
 
     def _assign(self, base: int, size: int) -> list[list[Coming]]:
-        """Return who comes of each layer: who is missing, as far as places of the ring go round."""
+        """Return who comes of each layer: the missing, or the most used of them that have places."""
         arena, place_bytes = self._arena, self._place_bytes
         places = size // place_bytes
         holders = [-1] * places  # the layer that had each place last
         turn, found = 0, []
         for layer, tiers in enumerate(arena.expert_tier):
             blob_bytes = arena.layout.blob_bytes[layer]
-            experts = np.flatnonzero(tiers == Tier.IN_PLACE)[:places]
-            coming = []
-            for expert, source in zip(
-                experts.tolist(), arena.homes[layer, experts].tolist(), strict=True
-            ):
+            experts = np.flatnonzero(tiers == Tier.IN_PLACE)
+            if len(experts) > places:
+                order = np.argsort(-arena.use[layer, experts], kind="stable")
+                experts = experts[order[:places]]
+            sources, coming = arena.homes[layer, experts], []
+            for expert, source in zip(experts.tolist(), sources.tolist(), strict=True):
                 place = turn % places
                 target = base + place * place_bytes
                 coming.append(Coming(expert, source, target, blob_bytes, holders[place]))
