@@ -198,7 +198,7 @@ class ExpertStreaming:
         return max(self._arena.layout.classes)
 
     def _assign(self, base: int, size: int) -> list[list[Coming]]:
-        """Return who comes of each layer: the missing, or the most used of them that have places."""
+        """Return who comes of each layer: the missing, or the most used for whom there is room."""
         arena, place_bytes = self._arena, self._place_bytes
         places = size // place_bytes
         holders = [-1] * places  # the layer that had each place last
