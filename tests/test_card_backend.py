@@ -115,20 +115,21 @@ def test_a_model_on_a_card_gives_the_hosts_logits_and_draws_from_them(
 
 @pytest.mark.slow
 def test_a_prompt_is_read_in_a_batch(tiny: Path) -> None:
-    ids = random_tokens(13)
+    ids = random_tokens(14)
     with opened(tiny, rows=16, ctx=64) as model:
         wanted = read(model, model.open_sequence(), ids)
     with (
         simulated_card(budget_bytes=2 * GIB) as backend,
-        closing(load(backend, tiny, ctx=64, rows=16)) as model,
+        closing(load(backend, tiny, ctx=64, rows=16, expert_cache="2")) as model,
     ):
         sequence = model.open_sequence()
-        rows = [Row(sequence, token, number in (2, 10)) for number, token in enumerate(ids[:11])]
-        logits = [*model.step(rows), *read(model, sequence, ids[11:])]
+        rows = [Row(sequence, token, number in (2, 10)) for number, token in enumerate(ids[:12])]
+        logits = [*model.step(rows), *read(model, sequence, ids[12:])]
+        assert model.report().streamed == 6
         assert model.chosen(2).shape == (2, 2, 2)
-        assert model.arena.tally.sum() == 13 * 2 * 2
+        assert model.arena.tally.sum() == 14 * 2 * 2
         model.ledger.check_integrity()
-    for found, row in zip(logits, (2, 10, 11, 12), strict=True):
+    for found, row in zip(logits, (2, 10, 12, 13), strict=True):
         assert np.abs(found - wanted[row]).max() < 1e-3 * np.abs(wanted).max()
 
 
