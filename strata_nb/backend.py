@@ -152,11 +152,14 @@ class Backend(Protocol[Prepared]):
         `progress` is told of (kernels done, in all), `say` of a wait.
         """
 
-    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> Sequence[Prepared]:
+    def prepare(
+        self, programs: Sequence[Program], *, batch_rows: int = 0, cuts: Sequence[int] = ()
+    ) -> Sequence[Prepared]:
         """Make programs ready to run; they can be run until the backend is closed.
 
         batch_rows   most rows of steps that are prompt batches, where these are programs apart; 0:
                      windows, and where they are the same all steps
+        cuts         launches behind which a run may end, and another one begin
         """
 
     def share(self, table: SharedTable, *, is_written: bool = False) -> int:
@@ -177,6 +180,12 @@ class Backend(Protocol[Prepared]):
 
         rows   that the step has, as its record says too
         """
+
+    def record_event(self, event: int) -> None:
+        """Let an event of the driver stand for all runs so far."""
+
+    def await_event(self, event: int) -> None:
+        """Hold later runs until the work that an event of the driver stands for is done."""
 
     def wait(self) -> None:
         """Wait until every run has ended."""
@@ -249,7 +258,9 @@ class HostBackend:
         compile_ahead(programs, progress=progress, say=say)
         self._threads()  # who cannot start them hears it before a model is loaded
 
-    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> list[PreparedProgram]:
+    def prepare(
+        self, programs: Sequence[Program], *, batch_rows: int = 0, cuts: Sequence[int] = ()
+    ) -> list[PreparedProgram]:
         space = WorkSpace(tuple(one for program in programs for one in program), self.threads)
         self._spaces.append(space)
         return [prepare(program, space) for program in programs]
@@ -267,6 +278,12 @@ class HostBackend:
         self, program: PreparedProgram, rows: int, first: int = 0, last: int | None = None
     ) -> None:
         self._threads().run(program, first, last)
+
+    def record_event(self, event: int) -> None:
+        """Do nothing: a run has ended when it returns, and so has what no record was made of."""
+
+    def await_event(self, event: int) -> None:
+        self.driver.event_synchronize(event)
 
     def wait(self) -> None:
         """Do nothing: a run has ended when it returns."""

@@ -1,8 +1,8 @@
 """Run programs on a graphics card: captured graphs for numbers of rows.
 
     prepare   load the kernels; for 1 to 8 rows, and for batches of some sizes, capture the
-              program's launches as a graph
-    run       send the tables that the host changed, launch the graph; nothing waits
+              program's launches as a graph, or as several where it may be cut
+    run       send the tables that the host changed, launch the graphs; nothing waits
     wait      bring back what programs count
     flights   windows whose results are taken while the next one runs (card_flights.py)
 
@@ -92,14 +92,22 @@ class _Shared:
 
 
 class CardProgram:
-    """Hold the graphs of a program, by the most rows that each is for, ascending."""
+    """Hold the graphs of a program: of each of its pieces, in order, one for some numbers of rows.
 
-    def __init__(self, graphs: Mapping[int, int]) -> None:
+    graphs   by the most rows that they are for, ascending
+    ends     of the pieces, in launches of the program
+    """
+
+    def __init__(self, graphs: Mapping[int, Sequence[int]], ends: Sequence[int]) -> None:
         self._sizes, self._graphs = list(graphs), list(graphs.values())
+        self._places = {end: number for number, end in enumerate([0, *ends])}
 
-    def graph(self, rows: int) -> int:
-        """Return the graph for so many rows."""
-        return self._graphs[bisect_left(self._sizes, rows)]
+    def graphs(self, rows: int, first: int = 0, last: int | None = None) -> Sequence[int]:
+        """Return the graphs of launches first .. last - 1 for so many rows."""
+        if first not in self._places or (last is not None and last not in self._places):
+            raise AssertionError(f"launches {first} to {last} are no pieces: {[*self._places]}")
+        end = None if last is None else self._places[last]
+        return self._graphs[bisect_left(self._sizes, rows)][self._places[first] : end]
 
 
 def _sizes(batch_rows: int) -> Sequence[int]:
@@ -188,20 +196,27 @@ class CardBackend:
                 hint="pip install 'strata-nb[cuda]', or use --device host",
             ) from error
 
-    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> list[CardProgram]:
+    def prepare(
+        self, programs: Sequence[Program], *, batch_rows: int = 0, cuts: Sequence[int] = ()
+    ) -> list[CardProgram]:
         self.compile(programs, None, lambda _: None, batch_rows=batch_rows)
-        return [self._prepare(program, _sizes(batch_rows)) for program in programs]
+        return [self._prepare(program, _sizes(batch_rows), cuts) for program in programs]
 
-    def _prepare(self, program: Program, sizes: Sequence[int]) -> CardProgram:
-        graphs: dict[int, int] = {}
-        for rows in sizes:
-            launches = card_launches(program, rows)
-            for one in launches:
-                self._load(one.kernel, one.shared_bytes)
-            graph = self._captured(launches, rows)
-            graphs[rows] = self._card.graph_instantiate(graph, self.device)
-            self._card.graph_destroy(graph)
-        return CardProgram(graphs)
+    def _prepare(self, program: Program, sizes: Sequence[int], cuts: Sequence[int]) -> CardProgram:
+        ends = sorted({*cuts, len(program)})
+        pieces = [program[first:end] for first, end in pairwise([0, *ends])]
+        graphs = {rows: [self._graph(piece, rows) for piece in pieces] for rows in sizes}
+        return CardProgram(graphs, ends)
+
+    def _graph(self, piece: Program, rows: int) -> int:
+        """Return an executable graph of a piece of a program."""
+        launches = card_launches(piece, rows)
+        for one in launches:
+            self._load(one.kernel, one.shared_bytes)
+        graph = self._captured(launches, rows)
+        executable: int = self._card.graph_instantiate(graph, self.device)
+        self._card.graph_destroy(graph)
+        return executable
 
     def _captured(self, launches: Sequence[CardLaunch], rows: int) -> int:
         """Return a graph of launches for so many rows."""
@@ -238,11 +253,16 @@ class CardBackend:
         )
 
     def run(self, program: CardProgram, rows: int, first: int = 0, last: int | None = None) -> None:
-        if first or last is not None:
-            raise AssertionError("a card runs programs as a whole")
         self._send_tables()
         self._has_run = True
-        self._card.graph_launch(program.graph(rows), self._stream)
+        for graph in program.graphs(rows, first, last):
+            self._card.graph_launch(graph, self._stream)
+
+    def record_event(self, event: int) -> None:
+        self._card.event_record(event, self._stream)
+
+    def await_event(self, event: int) -> None:
+        self._card.event_wait(self._stream, event)
 
     def _send_tables(self) -> None:
         """Bring the tables that the host changed to the card."""

@@ -101,6 +101,8 @@ _DEVICE = """\
                                with memory of its own (host:1x512MiB, cuda): for `strata_nb inspect`
   --no-overlap                 on a card: begin no kernel before the one in front of it has ended
                                (slower, the same bits)
+  --no-prefill-borrow          on a card: keep buffers for experts that prompts miss, in place of
+                               borrowing memory while they are read, of slots too
   --deterministic              the same bits whatever budget, batch and threads are (on the host
                                and on cards they always are the same, of the reference never)"""
 _CONTROL = """\

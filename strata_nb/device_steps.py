@@ -35,6 +35,7 @@ from strata_nb.cache.routing import RoutingTrace
 from strata_nb.device_filling import DeviceFilling
 from strata_nb.device_heads import Heads
 from strata_nb.device_readers import Reader
+from strata_nb.device_streaming import ExpertStreaming
 from strata_nb.device_windows import Counts, Fetched, Landed, Window, Windows
 from strata_nb.errors import ConfigError, StrataError
 from strata_nb.interrupts import interrupts_later
@@ -59,6 +60,7 @@ class DeviceSteps:
 
     programs   for windows, and for every other step where `batch` is None
     batch      for steps of more rows than a window has
+    streaming  brings missed experts for batches; None: batches are the programs of windows
     vocabulary, top_k   of the model
     told   called behind a step with the number of its rows; None: nobody wants to know
     """
@@ -74,6 +76,7 @@ class DeviceSteps:
         elastic: ElasticKV | None,
         residency: Residency,
         filling: DeviceFilling,
+        streaming: ExpertStreaming | None,
         trace: RoutingTrace | None,
         told: Callable[[int], None] | None,
         *,
@@ -82,7 +85,7 @@ class DeviceSteps:
     ) -> None:
         self._backend, self._programs, self._counts = backend, programs, counts
         self._kv, self._arena, self._elastic = kv, arena, elastic
-        self._residency, self._filling = residency, filling
+        self._residency, self._filling, self._streaming = residency, filling, streaming
         self._trace, self._told = trace, told
         wanted = [programs.body, programs.head, programs.choice]
         if backend.chooses_tokens:
@@ -90,7 +93,9 @@ class DeviceSteps:
         *prepared, window = [*backend.prepare(wanted), None][:4]
         self._few = self._many = Reader(backend, programs, prepared, vocabulary, top_k)
         if batch is not None:
-            (body,) = backend.prepare([batch.body], batch_rows=batch.max_rows)
+            (body,) = backend.prepare(
+                [batch.body], batch_rows=batch.max_rows, cuts=batch.layer_ends
+            )
             prepared = [body, *backend.prepare([batch.head, batch.choice])]
             self._many = Reader(backend, batch, prepared, vocabulary, top_k)
         self._latest = self._few  # who began the last step
@@ -164,6 +169,17 @@ class DeviceSteps:
             with suppress(StrataError):
                 self._backend.wait()
 
+    @property
+    def streamed(self) -> tuple[int, int]:
+        """How many experts were copied for prompt batches so far, and their bytes."""
+        streaming = self._streaming
+        return (0, 0) if streaming is None else (streaming.streamed, streaming.streamed_bytes)
+
+    def return_loan(self) -> None:
+        """Give back what prompt batches borrowed; nothing is in flight."""
+        if self._streaming is not None:
+            self._streaming.end()
+
     def pause(self) -> None:
         """Begin nothing ahead of the next window.
 
@@ -228,6 +244,7 @@ class DeviceSteps:
 
     def _begin(self, windows: Windows, rows: Sequence[Row], how: Sequence[Choice]) -> Window:
         new = Counter(row.sequence for row in rows)
+        self.return_loan()  # the step before was a batch if there is one
         if self._elastic is not None and not self._elastic.is_ample(new):
             self.settle()  # who gives the memory is chosen by the use of experts
             self._elastic.before_step(new)
@@ -334,6 +351,9 @@ class DeviceSteps:
         self.settle()
         new = Counter(row.sequence for row in rows)
         before = {sequence: self._kv.length(sequence) for sequence in new}
+        is_ample = self._elastic is None or self._elastic.is_ample(new)
+        if len(rows) <= WINDOW_ROWS or not is_ample:
+            self.return_loan()
         if self._elastic is not None:
             self._elastic.before_step(new)
         try:
@@ -362,10 +382,17 @@ class DeviceSteps:
         elif (planned := self._filling.begin()) is not None:
             self._backend.send(*planned)
         by_layer = len(rows) > WINDOW_ROWS and not self._backend.batches_apart
-        reader.read(rows, lengths, by_layer=by_layer)
+        streaming = self._streaming if reader is not self._few else None
+        used_before = self._arena.use.copy()
+        if streaming is not None:
+            streaming.begin(len(rows))
+        reader.read(rows, lengths, by_layer=by_layer, streaming=streaming)
         result = head(reader.heads, [n for n, row in enumerate(rows) if row.wants_logits])
         self._backend.wait()
         was_complete = self._arena.is_complete
+        if streaming is not None:
+            used = self._arena.use - used_before
+            self._residency.note_batch(used, streaming.coming)
         self._filling.find(is_counted=True)
         if self._arena.usable_slots:
             if was_complete:
@@ -394,5 +421,7 @@ class DeviceSteps:
             self._filling.find_after_failure()
         except StrataError:  # what failed first is what is told
             self._filling.lose()
+        with suppress(StrataError):
+            self.return_loan()
         for sequence, length in before.items():
             self._kv.rewind(sequence, length)  # the room that it got is free again

@@ -121,6 +121,8 @@ class Options:
                     number of threads, or on which experts are resident. Host and cards always do so
     overlap         whether a card begins a kernel while the one in front of it ends, if it can; the
                     bits are the same
+    prefill_borrow  whether a prompt on a card borrows memory for the experts that it misses: what
+                    nobody uses, or slots; else it has buffers of its own
     adapt           how the experts in slots follow the text: "insert" (a miss comes when it is more
                     likely to be used than who leaves), "swap" (the most used exchange with the
                     least used at times), "off" (who came first stays)
@@ -152,6 +154,7 @@ class Options:
     kv_grow_step: int | None = None
     deterministic: bool = False
     overlap: bool = True
+    prefill_borrow: bool = True
     adapt: str = "insert"
     adapt_every: int | None = None
     adapt_swaps: int | None = None
@@ -198,6 +201,7 @@ class Options:
             ("--deterministic", self.deterministic),
             ("--vram-elastic", self.vram_elastic),
             ("--no-overlap", self.overlap),
+            ("--no-prefill-borrow", self.prefill_borrow),
         ):
             if not isinstance(value, bool):
                 raise _refuse(flag, value, "as True or False")

@@ -238,6 +238,7 @@ def options_from(arguments: Arguments, model: str | None = None) -> Options:
             kv_grow_step=arguments.integer("--kv-grow-step"),
             deterministic=arguments.flag("--deterministic"),
             overlap=not arguments.flag("--no-overlap"),
+            prefill_borrow=not arguments.flag("--no-prefill-borrow"),
             adapt=arguments.text("--adapt"),
             adapt_every=arguments.integer("--adapt-every"),
             adapt_swaps=arguments.integer("--adapt-swaps"),

@@ -96,6 +96,8 @@ def memory_stats(report: Report) -> dict[str, object]:
         "hits": report.hits,
         "misses": report.misses,
         "filled": report.filled,
+        "streamed": report.streamed,
+        "streamed_bytes": report.streamed_bytes,
         "missed_bytes": report.missed_bytes,
         "link_bytes": report.link_bytes,
         "inserted": report.inserted,
@@ -157,6 +159,8 @@ def memory_text(engine: Engine, cells: int) -> str:
             )
     elif engine.description.experts:
         text += " · experts read in place"
+    if report.streamed:
+        text += f", {report.streamed:,} streamed to prompts"
     return " · ".join(
         [text, *(device.limit_text for device in report.devices if device.limit_text)]
     )
