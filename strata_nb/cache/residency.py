@@ -80,7 +80,7 @@ class Residency:
             resident, slots = in_slots[layers], self._slots(layers)
             is_full = slots <= np.count_nonzero(resident)
             if latest is not None:
-                _tell(policy, used[layers], rows, latest[:, layers])
+                tell_of_prompt(policy, used[layers], rows, latest[:, layers])
                 moves = policy.behind_prompt(used[layers], resident, slots)
             elif self._device_fills and not (policy.fetches and is_full):
                 policy.note(used[layers], rows)
@@ -208,7 +208,7 @@ class Residency:
         return rounds * len(layers) + int(np.count_nonzero(layers < rest))
 
 
-def _tell(policy: Policy, used: Counts, rows: int, latest: Routes) -> None:
+def tell_of_prompt(policy: Policy, used: Counts, rows: int, latest: Routes) -> None:
     """Tell a policy of a prompt batch: at first of all rows but the latest, then of those.
 
     What the rows before an answer used is what its first tokens will use; in a batch of hundreds
