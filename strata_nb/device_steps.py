@@ -30,7 +30,7 @@ from strata_nb.cache.elastic import ElasticKV
 from strata_nb.cache.experts import ExpertArena, Tier
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.policy import Moves
-from strata_nb.cache.residency import Residency
+from strata_nb.cache.residency import LATEST_ROWS, Residency
 from strata_nb.cache.routing import RoutingTrace
 from strata_nb.device_filling import DeviceFilling
 from strata_nb.device_heads import Heads
@@ -398,7 +398,10 @@ class DeviceSteps:
             if was_complete:
                 self._residency.pass_over(len(rows))
             else:
-                self._residency.after(len(rows), is_window=reader is self._few)
+                is_window = len(rows) <= WINDOW_ROWS
+                self._residency.after(
+                    len(rows), None if is_window else reader.latest(len(rows), LATEST_ROWS)
+                )
         if self._trace is not None:  # behind all that may fail: a step that is repeated counts once
             self._trace.append(self.chosen(len(rows)))
         for sequence, cells in new.items():

@@ -452,11 +452,15 @@ class Engine:
         sampling: Sampling | None = None,
         stop: Sequence[str] | None = None,
         ignore_eos: bool = False,
+        progress: Progress | None = None,
     ) -> Generation:
-        """Continue `ids` in a fresh session; see `Session.generate`. The prompt is read at once."""
+        """Continue `ids` in a fresh session; see `Session.generate`. The prompt is read at once.
+
+        `progress` is that of `Session.extend`.
+        """
         session = self.open_session()
         try:
-            session.extend(ids)
+            session.extend(ids, progress)
         except BaseException:
             session.close()  # and not when the error is forgotten, which holds it until then
             raise
