@@ -122,13 +122,11 @@ def experts(
         place = start + expert * size
         memory[place : place + size] = blobs[expert % MADE]
     addresses = memory.ctypes.data + start + np.arange(count, dtype=np.int64) * size
+    kinds = (TensorType.Q4_K, TensorType.Q4_K, down)
+    gate_offset, up_offset, down_offset = offsets
+    table = int(addresses.ctypes.data)
     layer = PoolLayer(
-        *(kind for kind, _, _ in shapes),
-        *offsets,
-        WIDTH,
-        INNER,
-        count,
-        int(addresses.ctypes.data),
+        *kinds, gate_offset, up_offset, down_offset, WIDTH, INNER, experts=count, addresses=table
     )
     return layer, memory, addresses
 

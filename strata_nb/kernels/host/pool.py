@@ -400,6 +400,8 @@ def ask(box: int, post: int, clock: int) -> Any:
         if spins < _SPINS:
             spins += 1
             pause()
+        elif monotonic_ns(clock) - start < _YIELDS_NS:
+            yield_processor()
         else:
             nap(clock, _NAP_NS)
     return monotonic_ns(clock) - start
