@@ -168,6 +168,25 @@ def test_answers_have_the_bits_of_the_launches(layers: list[Layer], threads: int
     assert made_pool.bytes == computed * sum(blobs) // 2
 
 
+def test_a_thread_that_starts_late_takes_part_in_the_first_post(
+    layers: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poster = Poster(layers[0].case.width)
+    poster.row(normal(layers[0].case.width, seed=1))
+    message(poster)
+    start = threading.Thread.start
+
+    def late(self: threading.Thread) -> None:
+        if self.name == "strata-pool-1":
+            poster.post()
+            time.sleep(0.05)  # thread 0 sees the post, and says so to all that will be
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", late)
+    with closing(CpuPool(poster.box, [described(one) for one in layers], 2)):
+        until(lambda: poster.word(mailbox.ANSWERED) == 1)
+
+
 def test_threads_wake_after_any_pause(layers: list[Layer]) -> None:
     with pool_of(layers) as (made_pool, poster):
         message(poster)

@@ -70,7 +70,8 @@ _LINE = mailbox.LINE // 8  # words
     INNER,  # quantised rows of as many values
     PRODUCTS,  # float32 (choices, width)
     PARTS,  # int64 (choices, sub-blocks): groups of each that are done, 0 between posts
-) = range(11)
+    _FIRST,  # the number behind which posts begin: GENERATION may be ahead when a thread starts
+) = range(12)
 AWAKE, STOP = range(1 * _LINE, 1 * _LINE + 2)
 FAULT, FOUND, ALLOWED = range(2 * _LINE, 2 * _LINE + 3)
 POSTS, EXPERTS, BYTES, BUSY_NS, _BEGUN_NS, _CLOCK = range(3 * _LINE, 3 * _LINE + 6)
@@ -344,7 +345,7 @@ def _next(state: int, own: int, thread: int, post: int) -> Any:
 def serve(state: int, thread: int) -> None:
     """Be a thread of the pool until all is over."""
     threads, own = word(state, THREADS), state + 8 * (_WORKERS + thread * _WORKER_WORDS)
-    post = load_i64(state + 8 * GENERATION)
+    post = word(state, _FIRST)
     while True:
         if not _next(state, own, thread, post):
             return
@@ -367,6 +368,7 @@ def serve(state: int, thread: int) -> None:
 def begin(state: int) -> None:
     """Make ready what threads need before the first one is started; the words are set."""
     posts = load_atomic(word(state, BOX) + mailbox.ANSWERED)
+    store(state + 8 * _FIRST, posts)
     store(state + 8 * GENERATION, posts)
     store(state + 8 * _PHASE, posts)
     for thread in range(word(state, THREADS)):
