@@ -183,7 +183,8 @@ def test_a_thread_that_starts_late_takes_part_in_the_first_post(
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", late)
-    with closing(CpuPool(poster.box, [described(one) for one in layers], 2)):
+    with closing(CpuPool(poster.box, [described(one) for one in layers], 2)) as made_pool:
+        made_pool.awake()
         until(lambda: poster.word(mailbox.ANSWERED) == 1)
 
 
