@@ -25,7 +25,7 @@ from strata_nb.cpu_pool import CpuPool, PoolLayer, pool_threads
 from strata_nb.errors import StrataError
 from strata_nb.formats import TensorType
 from strata_nb.kernels import mailbox
-from strata_nb.kernels.host import pool
+from strata_nb.kernels.host import pool_words as at
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.reference import Floats
 from strata_nb.pool_rate import Poster, measure
@@ -134,8 +134,8 @@ def until(condition: Any) -> None:
 
 
 def hold(made_pool: CpuPool, thread: int, value: int) -> None:
-    """Have a thread stand still before the next post (1), or end there (`pool.ENDS`)."""
-    made_pool._state[pool.of_thread(thread, pool.HOLD)] = value
+    """Have a thread stand still before the next post (1), or end there (`at.ENDS`)."""
+    made_pool._state[at.of_thread(thread, at.HOLD)] = value
 
 
 def workers() -> set[threading.Thread]:
@@ -263,7 +263,7 @@ def test_a_thread_that_stalls_is_named_once_the_card_gives_up(layers: list[Layer
         assert poster.ask() > 0
         hold(made_pool, 1, 1)
         poster.post()
-        progress = [pool.of_thread(thread, pool.PROGRESS) for thread in range(3)]
+        progress = [at.of_thread(thread, at.PROGRESS) for thread in range(3)]
         until(lambda: made_pool._state[progress].tolist() == [3, 2, 3])
         assert poster.word(mailbox.ANSWERED) == 1
         assert made_pool.failure is None
@@ -290,7 +290,7 @@ def test_a_thread_that_ends_is_noticed_and_nobody_waits(layers: list[Layer], thr
     with pool_of(layers, 3) as (made_pool, poster):
         message(poster)
         assert poster.ask() > 0
-        hold(made_pool, thread, pool.ENDS)
+        hold(made_pool, thread, at.ENDS)
         assert poster.ask() == -1
         assert poster.word(mailbox.ABORT)
         until(lambda: not workers())
