@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_launches import made, normal, run, same_bits
-from test_host_experts import EXPERTS, ExpertCase, Layer
+from host_launches import normal, same_bits
+from test_host_experts import EXPERTS, ExpertCase, Layer, Routes, mixture
 from test_threads import run_script
 
 from strata_nb import cpu, cpu_pool
@@ -26,7 +26,6 @@ from strata_nb.errors import StrataError
 from strata_nb.formats import TensorType
 from strata_nb.kernels import mailbox
 from strata_nb.kernels.host import pool_words as at
-from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.reference import Floats
 from strata_nb.pool_rate import Poster, measure
 
@@ -57,7 +56,7 @@ def described(layer: Layer) -> PoolLayer:
 def pool_of(layers: Sequence[Layer], threads: int = 2) -> Iterator[tuple[CpuPool, Poster]]:
     """Return a pool that is awake, and its card with a row in the message."""
     poster = Poster(layers[0].case.width)
-    poster.row(normal(layers[0].case.width, seed=1))
+    poster.row(row_of(layers[0].case.width))
     with closing(CpuPool(poster.box, [described(one) for one in layers], threads)) as made_pool:
         made_pool.awake()
         yield made_pool, poster
@@ -65,56 +64,16 @@ def pool_of(layers: Sequence[Layer], threads: int = 2) -> Iterator[tuple[CpuPool
 
 def by_launches(layer: Layer, chosen: Sequence[int], shares: Floats) -> Floats:
     """Return what the host's launches make of the row of `pool_of` with these choices."""
-    case, count = layer.case, len(chosen)
-    rows, x = np.array([1]), normal(1, case.width, seed=1)
-    packed_x = np.empty(row_bytes(case.width), np.uint8)
-    starts = np.searchsorted(chosen, np.arange(EXPERTS + 1))
-    members = np.arange(count)
-    inner, other = np.empty((2, count, case.inner), np.float32)
-    packed = np.empty((count, row_bytes(case.inner)), np.uint8)
-    products, y = np.empty((count, case.width), np.float32), np.zeros(case.width, np.float32)
-    gate_offset, up_offset, down_offset = layer.offsets
-    counts: dict[str, Any] = {
-        "rows": rows,
-        "experts": EXPERTS,
-        "top_k": count,
-        "starts": starts,
-        "addresses": layer.addresses,
-    }
-    run(
-        1,
-        made("quantise", rows=rows, x=x, packed=packed_x, times=1, values=case.width),
-        made(
-            "expert_gate_up",
-            (case.gate, case.up),
-            **counts,
-            members=members,
-            x=packed_x,
-            row_bytes=row_bytes(case.width),
-            gathered=0,
-            inner=inner,
-            other=other,
-            packed=packed,
-            gate_offset=gate_offset,
-            up_offset=up_offset,
-            values=case.width,
-            outputs=case.inner,
-        ),
-        made(
-            "expert_down",
-            case.down,
-            **counts,
-            places=members,
-            inner=packed,
-            shares=shares,
-            products=products,
-            y=y,
-            down_offset=down_offset,
-            values=case.inner,
-            outputs=case.width,
-        ),
-    )
-    return y
+    width = layer.case.width
+    routes = Routes(np.array([chosen]), shares[None])
+    found: Floats = mixture(
+        1, layer, row_of(width)[None], routes, np.zeros((1, width), np.float32)
+    ).y
+    return found[0]
+
+
+def row_of(width: int) -> Floats:
+    return normal(width, seed=1)
 
 
 def some_shares(count: int) -> Floats:
@@ -172,7 +131,7 @@ def test_a_thread_that_starts_late_takes_part_in_the_first_post(
     layers: list[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poster = Poster(layers[0].case.width)
-    poster.row(normal(layers[0].case.width, seed=1))
+    poster.row(row_of(layers[0].case.width))
     message(poster)
     start = threading.Thread.start
 
