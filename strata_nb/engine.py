@@ -57,6 +57,8 @@ class Report:
     missed_bytes      of the experts that misses read
     link_bytes        that devices took from host memory for experts: by misses, and by copies
     filled            missed experts that a card brought to slots itself, on their way
+    cpu_experts, cpu_bytes   missed experts that the CPU computed instead, and their bytes
+    cpu_wait_s        that the card waited for it
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the devices' memory
     """
@@ -72,6 +74,9 @@ class Report:
     missed_bytes: int
     link_bytes: int
     filled: int
+    cpu_experts: int
+    cpu_bytes: int
+    cpu_wait_s: float
     kv_cells: int
     bytes_by_owner: dict[str, int]
 
@@ -321,6 +326,9 @@ class Engine:
             report.missed_bytes,
             report.link_bytes,
             report.filled,
+            report.cpu_experts,
+            report.cpu_bytes,
+            report.cpu_wait_s,
             sum(device.kv_cells for device in report.devices),
             owners,
         )

@@ -79,6 +79,8 @@ class ModelReport(NamedTuple):
     missed_bytes    of the experts that misses read
     link_bytes      that the device took from host memory for experts: by misses, and by copies
     filled          missed experts that a device brought to slots itself, on their way
+    cpu_experts, cpu_bytes   missed experts that the CPU computed instead, and their bytes
+    cpu_wait_s      that the device waited for it
     """
 
     devices: tuple[DeviceReport, ...]
@@ -89,6 +91,9 @@ class ModelReport(NamedTuple):
     missed_bytes: int
     link_bytes: int
     filled: int
+    cpu_experts: int = 0
+    cpu_bytes: int = 0
+    cpu_wait_s: float = 0.0
 
 
 class StepModel(Protocol):

@@ -7,14 +7,15 @@ They come back with each window. All are int64 and only grow, but for ERROR.
     ALONE_NS    what the card needed from each post on until it had done its own part of the layer
     WAITED_NS   what it then waited for the answer
     CHOICES     how many choices went to the CPU
+    BESIDE      how many of the same layers the card read over the link meanwhile
     ERROR       0; LATE where an answer did not come in time; ABORTED where the mailbox said so.
                 From then on the card posts nothing and waits for nothing, until the host writes 0
 """
 
 from __future__ import annotations
 
-POSTS, POSTED_AT, ALONE_NS, WAITED_NS, CHOICES, ERROR = range(0, 48, 8)
-WORDS = 6
+POSTS, POSTED_AT, ALONE_NS, WAITED_NS, CHOICES, BESIDE, ERROR = range(0, 56, 8)
+WORDS = 7
 
 LATE, ABORTED = 1, 2
 

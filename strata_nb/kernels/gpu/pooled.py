@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from strata_nb.formats import TensorType
 from strata_nb.kernels import mailbox
 from strata_nb.kernels.gpu.experts import expert_gate_up_kernel, passing_down_kernel
-from strata_nb.kernels.gpu.filling import BY_CPU
+from strata_nb.kernels.gpu.filling import BY_CPU, COMES, IN_HOST_MEMORY
 from strata_nb.kernels.gpu.intrinsics import (
     await_previous,
     barrier,
@@ -50,6 +50,7 @@ from strata_nb.kernels.gpu.operations import Function, GpuKernel
 from strata_nb.kernels.pool_state import (
     ABORTED,
     ALONE_NS,
+    BESIDE,
     CHOICES,
     DEADLINE_NS,
     ERROR,
@@ -75,9 +76,14 @@ class PoolPlaces(NamedTuple):
 
 def _number_by_cpu(blobs: int, count: Any) -> Any:
     """Return how many of the first choices of a row go to the CPU."""
+    return _number_of(blobs, count, BY_CPU, BY_CPU)
+
+
+def _number_of(blobs: int, count: Any, mask: Any, least: Any) -> Any:
+    """Return of how many of the first choices of a row the word has `least` at least, masked."""
     found, k = i64(0), i64(0)
     while k < count:
-        found += 1 if load_i64(blobs + 8 * k) & BY_CPU != 0 else 0
+        found += 1 if load_i64(blobs + 8 * k) & mask >= least else 0
         k += 1
     return found
 
@@ -118,7 +124,9 @@ def _poster(threads: int) -> Function:
         barrier()
         if thread == 0 and load_i64(state + ERROR) == 0:
             count = _number_by_cpu(blobs, top_k)
+            missed = _number_of(blobs, top_k, BY_CPU | COMES | IN_HOST_MEMORY, 1)
             store_i64(state + CHOICES, load_i64(state + CHOICES) + count)
+            store_i64(state + BESIDE, load_i64(state + BESIDE) + missed - count)
             number = load_i64(state + POSTS) + 1
             store_i64(state + POSTS, number)
             store_i64(state + POSTED_AT, nanoseconds())
@@ -198,6 +206,7 @@ def _await_answer(box: int, state: int) -> Any:
     store_i64(state + WAITED_NS, load_i64(state + WAITED_NS) + now - begin)
     if error != 0:
         store_i64(state + ERROR, error)
+        store_system_i64(box + mailbox.ABORT, 1)
     return i32(1 if error == 0 else 0)
 
 
