@@ -7,7 +7,8 @@ plan of a window says which (`fill_plans.py`).
 
 The share begins with what link and CPU do alone (`link_rate.py`, `pool_rate.py`). Both read the
 same memory, so while they run it follows what is measured: how long the card needs for its part of
-the layers with posts, and how long the pool for its own. `--pcie-frac F` fixes it.
+the layers with posts, and how long the pool for its own. It leans to the link: who crosses that may
+stay on the card. `--pcie-frac F` fixes it.
 
 A card that waits too long for an answer gives up, once, and says so with the window. That request
 fails; from then on all missed experts go over the link.
@@ -38,6 +39,9 @@ from strata_nb.pool_rate import pool_rate
 
 WINDOWS = 16  # after which the share follows what was measured
 FOLLOWS = 0.25  # of the way to what would have been right for those
+# Times the share with which both end at the same time. Replays of routes like those of text, with 10
+# to 50% of the experts in slots, took 1 to 3% less time with it than without.
+LEANS = 0.9
 LEAST_POSTS = 64  # of these windows; fewer say little
 
 
@@ -132,7 +136,7 @@ class DevicePool:
         if alone_s <= 0 or busy_s <= 0 or not by_link:
             return
         link, cpu = by_link / alone_s, by_cpu / busy_s
-        self._exact += FOLLOWS * (cpu / (cpu + link) - self._exact)
+        self._exact += FOLLOWS * (LEANS * cpu / (cpu + link) - self._exact)
         self.share = _in_units(self._exact)
 
 
@@ -175,7 +179,7 @@ def open_device_pool(
     if follows:
         cpu = pool_rate(layers, threads, max(1, top_k // 2))
         link = link_rate(backend.driver, backend.device).bytes_per_s
-        share = cpu / (cpu + link)
+        share = LEANS * cpu / (cpu + link)
     return DevicePool(CpuPool(places.box, layers, threads), share, say, follows=follows)
 
 

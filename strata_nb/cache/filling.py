@@ -32,6 +32,7 @@ from strata_nb.fill_plans import (
     MOST_OFFERED,
     NOT_LISTED,
     SHARE_BITS,
+    SHARE_UNITS,
     STAYS,
     plan_type,
 )
@@ -89,8 +90,11 @@ def cpu_count(share: int, missed: int) -> int:
 
     Where that is the CPU's share of the bytes that both read in a second, no other number has the
     later of the two end sooner: of n missed it is the largest that is less than share * (n + 1).
+    But one at least crosses the link, unless the CPU has the whole: who crosses it may stay, and
+    who never does is missed again.
     """
-    return max(0, share * (missed + 1) - 1 >> SHARE_BITS)
+    most = missed if share == SHARE_UNITS else missed - 1
+    return max(0, min(share * (missed + 1) - 1 >> SHARE_BITS, most))
 
 
 def fill_layer(

@@ -38,6 +38,7 @@ from strata_nb.fill_plans import (
     MOST_LISTED,
     OFFERED,
     SHARE_BITS,
+    SHARE_UNITS,
     SLOTS,
     STAYS,
     WINDOW,
@@ -116,7 +117,7 @@ def may_leave(is_resident: Any, is_chosen: Any, seen: Any, window: Any) -> Any:
 def goes_to_cpu(
     expert: Any, gain: Any, share: Any, numbers: Any, gains: Any, missed: Any, count: Any
 ) -> Any:
-    """Return whether a missed expert is one of those that the CPU computes.
+    """Return whether a missed expert is one of those that the CPU computes (`cpu_count`).
 
     They are the last in the order in which the missed come to slots.
 
@@ -132,7 +133,8 @@ def goes_to_cpu(
         all_missed += is_missed
         behind += is_missed if found < gain or (found == gain and is_higher) else 0
         other += 1
-    return behind < (share * (all_missed + 1) - 1) >> SHARE_BITS
+    most = all_missed if share == SHARE_UNITS else all_missed - 1
+    return behind < min((share * (all_missed + 1) - 1) >> SHARE_BITS, most)
 
 
 def slot_for(
