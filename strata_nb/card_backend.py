@@ -314,9 +314,7 @@ class CardBackend:
         until the part is there. The programs run again and again, with what the last step had sent;
         what they count is put back.
         """
-        launches = [
-            one for program in programs for one in card_launches(program, rows, self._pool)
-        ]
+        launches = [one for program in programs for one in card_launches(program, rows, self._pool)]
         self.wait()
         self._send_tables()
         try:

@@ -83,8 +83,13 @@ class Row:
         words = {
             **at,
             "x": int(self.x.ctypes.data),
-            **{"gate_offset": gate_offset, "up_offset": up_offset, "down_offset": down_offset},
-            **{"top_k": TOP_K, "values": self.width, "outputs": self.inner, "row_bytes": row_bytes(self.width)},
+            "gate_offset": gate_offset,
+            "up_offset": up_offset,
+            "down_offset": down_offset,
+            "top_k": TOP_K,
+            "values": self.width,
+            "outputs": self.inner,
+            "row_bytes": row_bytes(self.width),
         }
         more = {**shared, "layer": LAYER, "chosen": at["chosen"], "shares": at["shares"]}
         first = _part(GATE_UP[pooled], words | more, (T.Q8_0, T.Q8_0))

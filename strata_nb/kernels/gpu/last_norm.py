@@ -29,7 +29,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     prefetch,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import GpuKernel, is_last
+from strata_nb.kernels.gpu.operations import Function, GpuKernel, is_last
 from strata_nb.kernels.gpu.pool_answers import POOL_DOWN
 from strata_nb.kernels.gpu.pooled import answer_taker
 from strata_nb.kernels.gpu.routed import CARD_KERNELS
@@ -191,7 +191,11 @@ def _with_norm(
             values_here = norm(y, fetch(norm_weight, thread), thread, norm_eps, sums)
             each(values_here, thread, norm_out, norm_packed)
 
-    functions = {_ONE_ROW: one_row, _EXPERT_DOWN: expert_down, POOL_DOWN: pool_down}
+    functions: dict[tuple[str, ...], Function] = {
+        _ONE_ROW: one_row,
+        _EXPERT_DOWN: expert_down,
+        POOL_DOWN: pool_down,
+    }
     return kernel._replace(
         name=f"{kernel.name}_norm_{width}",
         function=functions[names],

@@ -1,8 +1,8 @@
 """Take the CPU's answer in the launch that adds the card's own experts to a row.
 
-    a card that shares misses with the CPU    one launch
-    pool_down, rms_norm of its row            one, see `last_norm.py`
-    pool_down                                 one, here
+a card that shares misses with the CPU    one launch
+pool_down, rms_norm of its row            one, see `last_norm.py`
+pool_down                                 one, here
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ two read the same memory at the same time. `route` says who goes to the CPU (BY_
                      row, and then norms it, where a norm follows
 
 So the card waits once for a layer, behind all that it has to do itself, and for nothing in a layer
-that posted nothing. It does not wait for ever: after DEADLINE_NS, or when the mailbox says ABORT, it
-notes an error (`kernels/pool_state.py`) that comes back with the window, whose results are wrong.
+that posted nothing. It does not wait for ever: after DEADLINE_NS, or when the mailbox says ABORT,
+it notes an error (`kernels/pool_state.py`) that comes back with the window, whose results are
+wrong.
 
 What a row becomes depends on who computed which expert, in the order of a sum.
 """
@@ -136,9 +137,7 @@ def _poster(threads: int) -> Function:
 
 
 @cache
-def pool_gate_up_kernel(
-    gate: TensorType, up: TensorType, values: int, outputs: int
-) -> GpuKernel:
+def pool_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs: int) -> GpuKernel:
     """Return `pool_gate_up` of `routed.py`: `expert_gate_up` of packed weights, which posts."""
     kernel = expert_gate_up_kernel(gate, up, values, outputs)
     product, post = kernel.function, _poster(kernel.threads)

@@ -129,7 +129,7 @@ def with_routes(
             names = ", ".join(part.kernel for part in layer)
             raise ValueError(f"{one.label}: a card takes {', '.join(FUSED)} together, not {names}")
         if pool is not None and rows == 1:
-            yield from _pooled(*layer, layer_number, pool)
+            yield from _pooled(*layer, number=layer_number, pool=pool)
         else:
             yield from _routed(*layer, is_alone=rows == 1)
         number += len(FUSED)
@@ -159,6 +159,7 @@ def _pooled(
     gather: Launch,
     gate_up: Launch,
     down: Launch,
+    *,
     number: int,
     pool: PoolPlaces,
 ) -> Iterator[CardLaunch]:
