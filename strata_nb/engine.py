@@ -58,6 +58,8 @@ class Report:
     link_bytes        that devices took from host memory for experts: by misses, and by copies
     filled            missed experts that a card brought to slots itself, on their way
     streamed, streamed_bytes   missed experts that were copied for prompt batches, and their bytes
+    cpu_experts, cpu_bytes   missed experts that the CPU computed instead, and their bytes
+    cpu_wait_s        that the card waited for it
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the devices' memory
     """
@@ -75,6 +77,9 @@ class Report:
     filled: int
     streamed: int
     streamed_bytes: int
+    cpu_experts: int
+    cpu_bytes: int
+    cpu_wait_s: float
     kv_cells: int
     bytes_by_owner: dict[str, int]
 
@@ -330,6 +335,9 @@ class Engine:
             report.filled,
             report.streamed,
             report.streamed_bytes,
+            report.cpu_experts,
+            report.cpu_bytes,
+            report.cpu_wait_s,
             sum(device.kv_cells for device in report.devices),
             owners,
         )

@@ -55,7 +55,13 @@ class Memory:
     """Hold the arrays that a kernel may use; it may write those in `written`.
 
     Launches that share one follow each other, and may overlap: it knows which wrote what.
+
+    others     called before a word is loaded that others of the system may write: plays those
+    clock_ns   moves on by `tick_ns` whenever a kernel asks for the time
     """
+
+    others: Callable[[], None] = staticmethod(lambda: None)
+    clock_ns, tick_ns = 10**15, 1000
 
     def __init__(self, written: Sequence[Any], read: Sequence[Any] = ()) -> None:
         blocks = [(array.ctypes.data, array.nbytes, True) for array in written]
@@ -413,6 +419,24 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
             return found
 
         return arrive
+    if name == "nanoseconds":
+
+        def nanoseconds() -> int:
+            memory.clock_ns += memory.tick_ns
+            return memory.clock_ns
+
+        return nanoseconds
+    if name == "load_system_i64":
+        load_word = _access("load_i64", memory)
+
+        def load_system(place: int) -> int:
+            memory.others()
+            word: int = load_word(place)
+            return word
+
+        return load_system
+    if name == "store_system_i64":
+        return _access("store_i64", memory)
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
     if name in _PRODUCTS:

@@ -341,6 +341,56 @@ prefetch = Intrinsic(
 )
 
 
+# -- with the host ---------------------------------------------------------------------------------
+#
+# Host and card exchange words of memory that both have mapped. Who has written all that a word
+# stands for stores it; who has loaded it sees all that. Behind a barrier that holds for the whole
+# block, before the store and after the load.
+
+
+def _amd_load_system(builder: Any, arguments: list[Any]) -> Any:
+    place = _global(builder, arguments[0], llvm_type("i64"))
+    return builder.load_atomic(place, "acquire", 8)
+
+
+def _amd_store_system(builder: Any, arguments: list[Any]) -> None:
+    place = _global(builder, arguments[0], llvm_type("i64"))
+    builder.store_atomic(arguments[1], place, "release", 8)
+
+
+load_system_i64 = Intrinsic(
+    "load_system_i64",
+    "i64(i64)",
+    ptx=("ld.acquire.sys.global.s64 $0, [$1];", "=l,l,~{memory}"),
+    amdgpu=_amd_load_system,
+)
+store_system_i64 = Intrinsic(
+    "store_system_i64",
+    "void(i64, i64)",
+    ptx=("st.release.sys.global.s64 [$0], $1;", "l,l,~{memory}"),
+    amdgpu=_amd_store_system,
+)
+
+_AMD_REAL_TIME = 0x83  # a message that asks for the time, in ticks of 10 nanoseconds
+_AMD_TICK_NS = 10
+
+
+def _amd_nanoseconds(builder: Any, _: list[Any]) -> Any:
+    ir = _ir()
+    message = ir.Constant(ir.IntType(32), _AMD_REAL_TIME)
+    ticks = _call("llvm.amdgcn.s.sendmsg.rtn.i64", "i64(i32)")(builder, [message])
+    return builder.mul(ticks, ir.Constant(ir.IntType(64), _AMD_TICK_NS))
+
+
+# A time, the same for the whole card, that moves on in steps of a microsecond or less.
+nanoseconds = Intrinsic(
+    "nanoseconds",
+    "i64()",
+    ptx=("mov.u64 $0, %globaltimer;", "=l,~{memory}"),
+    amdgpu=_amd_nanoseconds,
+)
+
+
 # -- who a lane is ---------------------------------------------------------------------------------
 
 
