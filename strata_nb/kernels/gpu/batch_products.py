@@ -7,28 +7,47 @@ matrix in the card's cache.
 
 from __future__ import annotations
 
+import os
 from functools import cache
+from typing import NamedTuple
 
 from strata_nb.formats import TensorType, row_bytes
-from strata_nb.kernels.gpu.grouped import (
-    OUTPUTS,
-    ROWS,
-    THREADS,
-    block_product,
-    registers_of,
-    shared_bytes_of,
-    spills_of,
-)
+from strata_nb.kernels.gpu import grouped, staged
+from strata_nb.kernels.gpu.fragments import FRAGMENTS
 from strata_nb.kernels.gpu.intrinsics import block_x, block_y, i64, load_i64
 from strata_nb.kernels.gpu.operations import (
     Arguments,
+    Function,
     GpuKernel,
     Grid,
     blocks_of,
     outputs_grid,
     weights_read,
 )
-from strata_nb.kernels.groups import TILE_BYTES, most_tiles
+from strata_nb.kernels.groups import TILE_BYTES, TILE_ROWS, most_tiles
+
+
+class _Form(NamedTuple):
+    multiply: Function
+    outputs: int
+    rows: int
+    threads: int
+    shared_bytes: int
+    registers: int
+    spills: int
+
+
+@cache
+def _form(kind: TensorType) -> _Form:
+    if kind in FRAGMENTS:
+        return _Form(
+            staged.block_product(kind), staged.OUTPUTS, staged.ROWS, staged.THREADS,
+            staged.shared_bytes_of(kind), int(os.environ.get("VARIANT_REGISTERS", "128")), 0,
+        )
+    return _Form(
+        grouped.block_product(kind), grouped.OUTPUTS, grouped.ROWS, grouped.THREADS,
+        grouped.shared_bytes_of(kind), grouped.registers_of(kind), grouped.spills_of(kind),
+    )
 
 
 @cache
@@ -39,7 +58,9 @@ def batch_linear_kernel(kind: TensorType) -> GpuKernel:
 
     Reads the weights, and 1.5 bytes a value of the rows for each 64 outputs.
     """
-    multiply = block_product(kind)
+    form = _form(kind)
+    multiply = form.multiply
+    OUTPUTS, ROWS = form.outputs, form.rows
 
     def linear(
         rows: int,
@@ -64,16 +85,16 @@ def batch_linear_kernel(kind: TensorType) -> GpuKernel:
         _, outputs, _ = outputs_grid(1, arguments["outputs"], OUTPUTS)
         return outputs, blocks_of(most_rows, ROWS), 1
 
-    shared_bytes = shared_bytes_of(kind)
+    shared_bytes = form.shared_bytes
     return GpuKernel(
         f"batch_linear_{kind.name.lower()}",
         linear,
-        THREADS,
+        form.threads,
         grid,
         lambda _: shared_bytes,
-        registers_of(kind),
+        form.registers,
         weights_read(kind),
-        spills_of(kind),
+        form.spills,
     )
 
 
@@ -89,7 +110,10 @@ def batch_expert_kernel(kind: TensorType) -> GpuKernel:
     Reads the matrix of each expert that was chosen once for each of its tiles, most of it from the
     card's cache, and 1.5 bytes a value of the rows for each 64 outputs.
     """
-    multiply = block_product(kind)
+    form = _form(kind)
+    multiply = form.multiply
+    OUTPUTS, ROWS = form.outputs, form.rows
+    SHARES = TILE_ROWS // ROWS
 
     def expert(
         tiles: int,
@@ -110,27 +134,32 @@ def batch_expert_kernel(kind: TensorType) -> GpuKernel:
             return
         record = tiles + 8 + TILE_BYTES * tile
         number, first, here = load_i64(record), load_i64(record + 8), load_i64(record + 16)
+        share = i64(block_x()) % SHARES
+        first, here = first + ROWS * share, here - ROWS * share
+        if here <= 0:
+            return
+        here = min(here, ROWS)
         weight = load_i64(addresses + 8 * number) + offset
-        block = OUTPUTS * i64(block_x())
+        block = OUTPUTS * (i64(block_x()) // SHARES)
         multiply(first, here, sources, targets, x, weight, 0, y, values, outputs, block, parts, 0)
 
     def grid(arguments: Arguments, most_rows: int) -> Grid:
         _, outputs, _ = outputs_grid(1, arguments["outputs"], OUTPUTS)
         tiles = most_tiles(most_rows * arguments["top_k"], arguments["experts"])
-        return outputs, tiles, 1
+        return SHARES * outputs, tiles, 1
 
     def reads(arguments: Arguments, rows: int) -> int:
         chosen = min(arguments["experts"], rows * arguments["top_k"])
         return chosen * arguments["outputs"] * row_bytes(kind, arguments["values"])
 
-    shared_bytes = shared_bytes_of(kind)
+    shared_bytes = form.shared_bytes
     return GpuKernel(
         f"batch_expert_{kind.name.lower()}",
         expert,
-        THREADS,
+        form.threads,
         grid,
         lambda _: shared_bytes,
-        registers_of(kind),
+        form.registers,
         reads,
-        spills_of(kind),
+        form.spills,
     )

@@ -35,7 +35,8 @@ from strata_nb.kernels.gpu.weights import place_of
 from strata_nb.packing import fields
 
 T = TensorType
-
+import os
+FAST = int(os.environ.get("VARIANT_FAST", "0"))
 BEYOND = 0x4B400000  # the bits of 1.5 * 2 ** 23
 _SHIFT = 12_582_912.0  # that number
 
@@ -142,8 +143,11 @@ def _with_minima(kind: TensorType) -> Scaling:
     ) -> Any:
         product = _times(low, record[0]) * row[0]
         product = fma(_times(other_low, other[0]), other_row[0], product)
-        minimum = row[1] * record[1] * row[0]
-        minimum = fma(other_row[1] * other[1], other_row[0], minimum)
+        if FAST:
+            minimum = fma(other[1], other_row[1], row[1] * record[1])
+        else:
+            minimum = row[1] * record[1] * row[0]
+            minimum = fma(other_row[1] * other[1], other_row[0], minimum)
         return fma(-record[3], minimum, fma(record[2], product, total))
 
     return Scaling(False, True, 4, 2, record, add)
