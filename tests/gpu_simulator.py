@@ -380,6 +380,8 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "square_root": np.sqrt,
     "i32": lambda x: _signed(x, 32),
     "i64": lambda x: x,
+    "once_i32": lambda x: x,
+    "once_i64": lambda x: x,
     "f32_of_i32": np.float32,
     "f32": np.float32,
 }
@@ -442,13 +444,14 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
     if name.startswith("copy_"):
         size = int(name.removeprefix("copy_"))
         words = "4xi32" if size == 16 else "2xi32" if size == 8 else "i32"
-        load, store_shared = _access(f"load_{words}", memory), _access(f"shared_store_{words}", memory)
+        load, store_shared = (
+            _access(f"load_{words}", memory),
+            _access(f"shared_store_{words}", memory),
+        )
 
         def copy(place: int, address: int) -> None:
             found = load(address)
-            getcurrent().copies.append(
-                (store_shared, place, found if size > 4 else (found,))
-            )
+            getcurrent().copies.append((store_shared, place, found if size > 4 else (found,)))
 
         return copy
     if name == "await_copies":

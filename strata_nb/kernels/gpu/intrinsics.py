@@ -251,7 +251,6 @@ shared_store_4xi32 = Intrinsic(
 )
 
 
-
 # Copies of 16, 8 or 4 bytes of memory that nothing writes into shared memory: to an offset, from an
 # address, both multiples of the size. They are there behind `await_copies`, of other threads behind
 # a barrier too. A thread waits for all that it asked for.
@@ -393,6 +392,19 @@ prefetch = Intrinsic(
     "void(i64, i32)",
     ptx=since(90, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r"),
     amdgpu=_nothing,
+)
+
+
+def _same(_: Any, arguments: list[Any]) -> Any:
+    return arguments[0]
+
+
+# A value that is computed here once: compilers compute what is cheap again where a loop uses it.
+once_i32 = Intrinsic(
+    "once_i32", "i32(i32)", ptx=("mov.b32 $0, $1;", "=r,r,~{memory}"), amdgpu=_same
+)
+once_i64 = Intrinsic(
+    "once_i64", "i64(i64)", ptx=("mov.b64 $0, $1;", "=l,l,~{memory}"), amdgpu=_same
 )
 
 

@@ -36,6 +36,7 @@ from strata_nb.packing import fields
 
 T = TensorType
 import os
+
 FAST = int(os.environ.get("VARIANT_FAST", "0"))
 BEYOND = 0x4B400000  # the bits of 1.5 * 2 ** 23
 _SHIFT = 12_582_912.0  # that number
