@@ -64,7 +64,6 @@ class Cublas:
         return 2e-12 * rows * outputs * values / float(np.median(seconds))
 
     def _multiply(self, w: int, x: int, y: int, rows: int, outputs: int, values: int) -> None:
-        assert self._library is not None
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
         pointer, size = ctypes.c_void_p, ctypes.c_int
         status = self._library.cublasGemmEx(

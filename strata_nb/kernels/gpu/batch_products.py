@@ -71,7 +71,7 @@ def _product_of(kind: TensorType) -> _Product:
             batch_tiles.THREADS,
             batch_tiles.shared_bytes_of(kind),
             batch_tiles.REGISTERS,
-            0,
+            batch_tiles.SPILLS,
         )
     return _Product(
         grouped.block_product(kind),

@@ -71,6 +71,7 @@ THREADS = WARP * _WARPS
 OUTPUTS = 16 * _WARPS  # of a block
 ROWS = LANE_ROWS  # at most, of a block
 REGISTERS = int(os.environ.get("VARIANT_REGISTERS", "168"))  # three blocks a multiprocessor
+SPILLS = 64  # bytes at most that newer targets keep in memory, of what is wanted once a tile
 _QUARTERS = TILE // 2
 _TILE_BYTES = TILE * SUB_BLOCK  # of a row's quants
 _ROW_APART = _TILE_BYTES + 16  # so that eight rows' words are in different banks

@@ -211,6 +211,8 @@ def _bringer(kind: TensorType) -> Function:
     form, scaling = decoder_of(kind), scaling_of(kind)
     read, unpack, offset = form.read, form.unpack, form.offset
     of_weights, of_rows, record_of = scaling.of_weights, scaling.of_rows, scaling.record
+    if record_of is None:
+        raise ValueError(f"{kind.name} is multiplied by tiles (batch_tiles.py)")
     offsets = offset * 0x01010101
 
     def less(word: Any) -> Any:

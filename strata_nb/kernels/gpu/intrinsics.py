@@ -966,9 +966,10 @@ def _nvidia_byte_mma(columns: int) -> Emit:
 def _amd_byte_mma(columns: int) -> Emit:
     """Fetch the words of A and B from the lanes that have them, and multiply byte by byte."""
 
-    def emit(builder: Any, arguments: list[Any]) -> Any:
+    halves = columns // 16
+
+    def multiply(builder: Any, arguments: list[Any]) -> Any:
         ir = _ir()
-        halves = columns // 16
         a, b, sums = arguments[: 2 * halves], arguments[2 * halves : 3 * halves], arguments[-4:]
 
         def constant(value: int) -> Any:
@@ -991,6 +992,20 @@ def _amd_byte_mma(columns: int) -> Emit:
             found = builder.insert_value(found, one, number)
         return found
 
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        # Kernels multiply in many places: this is a function of its own, so that code stays small.
+        ir, module = _ir(), builder.module
+        name = f"strata_product_{columns}"
+        function = module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(llvm_type("4xi32"), [one.type for one in arguments])
+            function = ir.Function(module, kind, name)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            inner = ir.IRBuilder(function.append_basic_block())
+            inner.ret(multiply(inner, list(function.args)))
+        return builder.call(function, arguments)
+
     return emit
 
 
@@ -1009,8 +1024,8 @@ mma_16x8x16 = Intrinsic(
 
 
 # Four blocks of eight rows of 16 bytes, of which lanes give the offsets in shared memory: lane
-# 8 * n + r that of row r of block n. Of each block lane 4 * g + t gets word t of row g: its words of
-# A and B above.
+# 8 * n + r that of row r of block n. Of each block lane 4 * g + t gets word t of row g: its words
+# of A and B above.
 
 
 def _nvidia_matrices(builder: Any, arguments: list[Any]) -> Any:
