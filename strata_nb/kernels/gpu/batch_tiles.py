@@ -52,8 +52,8 @@ from strata_nb.kernels.gpu.intrinsics import (
     mma_16x8x32,
     once_i32,
     once_i64,
-    shared_load_2xf32,
     shared_load_4xf32,
+    shared_load_f32,
     shared_load_matrices,
     shared_store_4xi32,
     shared_store_f32,
@@ -76,7 +76,7 @@ _QUARTERS = TILE // 2
 _TILE_BYTES = TILE * SUB_BLOCK  # of a row's quants
 _ROW_APART = _TILE_BYTES + 16  # so that eight rows' words are in different banks
 _RECORD = 16  # bytes of what a pair of sub-blocks of an output is scaled by
-_BOUNDS = 8  # bytes of what all of a tile's share
+_SCALE = 4  # bytes of what all of a tile's share
 
 
 class _Places(NamedTuple):
@@ -84,8 +84,8 @@ class _Places(NamedTuple):
 
     rows, stage        in a stage, behind the weights: the rows' quants, and the end
     records            where the first set begins
-    bounds, of_rows    in a set, behind records of pairs of outputs, (quarter, output): what is
-                       shared by a tile's, (output), then records of rows, (quarter, row)
+    scales, of_rows    in a set, behind records of pairs of outputs, (quarter, output): scales of
+                       tiles, (output), then records of rows, (quarter, row)
     row_record         bytes of a record of a row
     set_bytes, sums, end
     """
@@ -93,7 +93,7 @@ class _Places(NamedTuple):
     rows: int
     stage: int
     records: int
-    bounds: int
+    scales: int
     of_rows: int
     row_record: int
     set_bytes: int
@@ -105,13 +105,13 @@ class _Places(NamedTuple):
 def _places_of(kind: TensorType) -> _Places:
     rows = OUTPUTS // GROUP_ROWS * fragments_of(kind).group_bytes
     stage = rows + ROWS * _ROW_APART
-    bounds = _RECORD * OUTPUTS * _QUARTERS
-    of_rows = bounds + _BOUNDS * OUTPUTS
+    scales = _RECORD * OUTPUTS * _QUARTERS
+    of_rows = scales + _SCALE * OUTPUTS
     row_record = 2 * 4 * scaling_of(kind).of_rows
     set_bytes = of_rows + row_record * ROWS * _QUARTERS
     sums = 2 * stage + 2 * set_bytes
     end = sums + sums_bytes(THREADS)
-    return _Places(rows, stage, 2 * stage, bounds, of_rows, row_record, set_bytes, sums, end)
+    return _Places(rows, stage, 2 * stage, scales, of_rows, row_record, set_bytes, sums, end)
 
 
 def shared_bytes_of(kind: TensorType) -> int:
@@ -171,11 +171,11 @@ def _piece(kind: TensorType) -> Function:
 def _quarter(kind: TensorType) -> Function:
     """Return a device function that adds a quarter of a tile to a chain.
 
-    quarter(chain, number, here, place, bounds, lane)
+    quarter(chain, number, here, place, scales, lane)
 
     number   of the quarter
     place    where a lane's weights, records, quants of a row and records of a row are
-    bounds   what two outputs' sub-blocks share
+    scales   of two outputs' tiles
     """
     pair, piece, places = fragments_of(kind).pair, _piece(kind), _places_of(kind)
     row_record = places.row_record
@@ -188,14 +188,14 @@ def _quarter(kind: TensorType) -> Function:
             sums = piece(sums, words, records, x, of + row_record * PIECE * number)
         return sums
 
-    def quarter(chain: Any, number: int, here: int, place: Any, bounds: Any, lane: int) -> Any:
+    def quarter(chain: Any, number: int, here: int, place: Any, scales: Any, lane: int) -> Any:
         weights, steps, x, of = place
         words = pair(weights, lane, number)
         steps += _RECORD * OUTPUTS * number
         a, b, c, d = shared_load_4xf32(i32(steps))
         e, f, g, h = shared_load_4xf32(i32(steps + _RECORD * GROUP_ROWS))
-        s, t, u, v = bounds
-        records = (a, b, s, t), (c, d), (e, f, u, v), (g, h)
+        upper, lower = scales
+        records = (a, b, upper), (c, d), (e, f, lower), (g, h)
         x, of = i32(x + SUB_BLOCK * number), i32(of + row_record * ROWS * number)
         return (
             piece(chain[:4], words, records, x, of)
@@ -230,8 +230,10 @@ def _of_rows(kind: TensorType) -> tuple[Function, Function]:
     def store(place: int, words: Any) -> None:
         one, other, sums, other_sums = words
         if has_sums:
-            a, b = bits_of_f32(f32_of_i32(sums)), bits_of_f32(f32_of_i32(other_sums))
-            shared_store_4xi32(place, bits_of_f32(one), a, bits_of_f32(other), b)
+            a, b = one * f32_of_i32(sums), other * f32_of_i32(other_sums)
+            shared_store_4xi32(
+                place, bits_of_f32(one), bits_of_f32(a), bits_of_f32(other), bits_of_f32(b)
+            )
         else:
             shared_store_f32(place, one)
             shared_store_f32(place + 4, other)
@@ -268,11 +270,11 @@ def block_product(kind: TensorType) -> Function:
     """
     form, places = fragments_of(kind), _places_of(kind)
     quarter, sums = _quarter(kind), sums_of(THREADS, OUTPUTS)
-    copy, read, steps_of, bounds_of = form.copy, form.read, form.steps, form.bounds
+    copy, read, steps_of, scale_of = form.copy, form.read, form.steps, form.scale
     read_row, store_row = _of_rows(kind)
     clear, keep = sums.clear, sums.keep
     bytes_of_row, group_bytes = row_bytes_of(kind), form.group_bytes
-    rows_at, stage_bytes, records_at, bounds_at, of_rows_at = places[:5]
+    rows_at, stage_bytes, records_at, scales_at, of_rows_at = places[:5]
     row_record, set_bytes, sums_at = places[5:8]
 
     def bring(
@@ -324,7 +326,7 @@ def block_product(kind: TensorType) -> Function:
         is_busy = block + 16 * warp < outputs
         own_weights = once_i32(i32(2 * group_bytes * warp))
         own_steps = once_i32(i32(records_at + _RECORD * (16 * warp + g)))
-        own_bounds = once_i32(i32(records_at + bounds_at + _BOUNDS * (16 * warp + g)))
+        own_scales = once_i32(i32(records_at + scales_at + _SCALE * (16 * warp + g)))
         of_quants = _ROW_APART * (lane & 7) + 16 * (matrix & 1) + SUB_BLOCK * APART * (matrix >> 1)
         own_x = once_i32(i32(rows_at + of_quants))
         own_rows = once_i32(i32(records_at + of_rows_at + 2 * row_record * t))
@@ -346,10 +348,8 @@ def block_product(kind: TensorType) -> Function:
                 )
                 number += 1
             if first_quarter == 0:
-                q, r = bounds_of(words)
-                place = i32(records_at + bounds_at + records + _BOUNDS * column)
-                shared_store_f32(place, q)
-                shared_store_f32(place + 4, r)
+                place = i32(records_at + scales_at + records + _SCALE * column)
+                shared_store_f32(place, scale_of(words))
             if has_row:
                 place = records_at + of_rows_at + records
                 store_row(i32(place + row_record * (own + ROWS * own_quarter)), of_row)
@@ -366,14 +366,14 @@ def block_product(kind: TensorType) -> Function:
                 words = read(group, rows_in_group, in_group, sub_blocks, next_tile)
                 of_row = read_row(row, sub_blocks, own_quarter, next_tile)
             if is_busy:
-                at = own_bounds + records
-                bounds = shared_load_2xf32(at) + shared_load_2xf32(at + _BOUNDS * GROUP_ROWS)
+                at = own_scales + records
+                scales = shared_load_f32(at), shared_load_f32(at + _SCALE * GROUP_ROWS)
                 steps, of = own_steps + records, own_rows + records
                 where = stage + own_weights, steps, stage + own_x, of
-                a = quarter(a, 0, here, where, bounds, lane)
-                b = quarter(b, 1, here, where, bounds, lane)
-                c = quarter(c, 2, here, where, bounds, lane)
-                d = quarter(d, 3, here, where, bounds, lane)
+                a = quarter(a, 0, here, where, scales, lane)
+                b = quarter(b, 1, here, where, scales, lane)
+                c = quarter(c, 2, here, where, scales, lane)
+                d = quarter(d, 3, here, where, scales, lane)
                 if is_end:
                     keep(kept, added(added(a, b), added(c, d)))
                     a, b, c, d = zeros(), zeros(), zeros(), zeros()

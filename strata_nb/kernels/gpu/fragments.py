@@ -54,10 +54,10 @@ class Fragments(NamedTuple):
                  quarter + 4; place is that of a tile of two groups in shared memory
     read         (group, rows_in_group, row, sub_blocks, tile) -> words that hold a row's scales
     steps        (words, quarter) -> four floats: of sub-block `quarter`, of the other of the pair
-    bounds       (words) -> two floats that all sub-blocks of a tile share
+    scale        (words) -> the float that all sub-blocks of a tile share
 
     group, rows_in_group, row and sub_blocks are those of `Decoder.read`. Two of `steps` and
-    `bounds` are a record of `Scaling.add`.
+    `scale` are a record of `Scaling.add`.
     """
 
     group_bytes: int
@@ -65,7 +65,7 @@ class Fragments(NamedTuple):
     pair: Function
     read: Function
     steps: Function
-    bounds: Function
+    scale: Function
 
 
 @cache
@@ -122,7 +122,7 @@ def _four_bits(place: int, group_bytes: int, lane: int, quarter: int) -> Any:
 
 
 def _six_bits(kind: TensorType) -> tuple[Function, Function, Function]:
-    """Return `read`, `steps` and `bounds` of Q4_K and Q5_K."""
+    """Return `read`, `steps` and `scale` of Q4_K and Q5_K."""
     steps_at = place_of(fields(kind)["group_scales"])
     bounds_at = place_of(fields(kind)["scale+minimum"])
 
@@ -134,20 +134,21 @@ def _six_bits(kind: TensorType) -> tuple[Function, Function, Function]:
         return a, b, load_i32(place + 8 * rows_in_group), bounds
 
     def steps(words: Any, quarter: int) -> Any:
-        a, b, high, _ = words
+        a, b, high, bounds = words
         found = even_bytes(i32(a >> 4 * quarter), i32(b >> 4 * quarter)) & _LOW
         found = i32(found | high >> 2 * quarter << 4 & 0x30303030)
+        least = f32_of_half(bounds >> 16)
         return (
             f32_of_i32(i32(found & 63)),
-            f32_of_i32(i32(found >> 16 & 63)),
+            least * f32_of_i32(i32(found >> 16 & 63)),
             f32_of_i32(i32(found >> 8 & 63)),
-            f32_of_i32(i32(found >> 24 & 63)),
+            least * f32_of_i32(i32(found >> 24 & 63)),
         )
 
-    def bounds(words: Any) -> Any:
-        return f32_of_half(words[3]), f32_of_half(words[3] >> 16)
+    def scale(words: Any) -> Any:
+        return f32_of_half(words[3])
 
-    return read, steps, bounds
+    return read, steps, scale
 
 
 def _q4_k(kind: TensorType) -> Fragments:
@@ -239,11 +240,10 @@ def _q6_k(kind: TensorType) -> Fragments:
             f32_of_i32(found >> 24),
         )
 
-    def bounds(words: Any) -> Any:
-        scale = f32_of_half(words[4])
-        return scale, scale
+    def half(words: Any) -> Any:
+        return f32_of_half(words[4])
 
-    return Fragments(group_bytes, copy, pair, read, steps, bounds)
+    return Fragments(group_bytes, copy, pair, read, steps, half)
 
 
 FRAGMENTS: dict[TensorType, Callable[[TensorType], Fragments]] = {

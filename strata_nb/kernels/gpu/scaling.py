@@ -35,9 +35,6 @@ from strata_nb.kernels.gpu.weights import place_of
 from strata_nb.packing import fields
 
 T = TensorType
-import os
-
-FAST = int(os.environ.get("VARIANT_FAST", "0"))
 BEYOND = 0x4B400000  # the bits of 1.5 * 2 ** 23
 _SHIFT = 12_582_912.0  # that number
 
@@ -110,7 +107,8 @@ def _times(bits: Any, step: Any) -> Any:
 
 
 def _with_minima(_: TensorType) -> Scaling:
-    """Of Q4_K and Q5_K: records are scale and minimum of six bits, then their two halves."""
+    """Of Q4_K and Q5_K: records are the scale's six bits, the minimum, the scale's half; those of
+    rows a scale and the sum of the quants times it."""
 
     def add(
         total: Any,
@@ -125,14 +123,11 @@ def _with_minima(_: TensorType) -> Scaling:
     ) -> Any:
         product = _times(low, record[0]) * row[0]
         product = fma(_times(other_low, other[0]), other_row[0], product)
-        if FAST:
-            minimum = fma(other[1], other_row[1], row[1] * record[1])
-        else:
-            minimum = row[1] * record[1] * row[0]
-            minimum = fma(other_row[1] * other[1], other_row[0], minimum)
-        return fma(-record[3], minimum, fma(record[2], product, total))
+        total = fma(record[2], product, total)
+        total = fma(-record[1], row[1], total)
+        return fma(-other[1], other_row[1], total)
 
-    return Scaling(False, True, 4, 2, None, add)
+    return Scaling(False, True, 0, 2, None, add)
 
 
 def _of_halves(_: TensorType) -> Scaling:
@@ -154,7 +149,7 @@ def _of_halves(_: TensorType) -> Scaling:
         product = fma(second, other_row[0], first * row[0])
         return fma(record[2], product, total)
 
-    return Scaling(True, True, 4, 1, None, add)
+    return Scaling(True, True, 0, 1, None, add)
 
 
 def _of_points(kind: TensorType) -> Scaling:
