@@ -120,6 +120,7 @@ class _Lane(greenlet):
     block: tuple[int, int, int]
     grid: tuple[int, int, int]
     shared: bytearray
+    copies: list[Any]  # that it has asked for and not waited for
     has_waited: bool  # for the launch in front
     sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
 
@@ -153,7 +154,7 @@ def run(
                     for thread, lane in enumerate(lanes):
                         lane.gr_context = copy_context()  # in which the errstate holds
                         lane.thread, lane.block, lane.grid = thread, (x, y, z), grid
-                        lane.shared = shared
+                        lane.shared, lane.copies = shared, []
                         lane.has_waited, lane.sees_all = waits_at_its_entry, sees_all
                     _run_block(lanes, words, backwards=(x + y + z) % 2 == 1)
 
@@ -249,7 +250,21 @@ def _product_of_bytes(words: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]
     return [tuple(one) for one in found.tolist()]
 
 
-_PRODUCTS = {
+def _matrices(words: Sequence[tuple[bytearray, int]]) -> list[tuple[int, ...]]:
+    """Return the words that each lane gets of four blocks of rows in shared memory.
+
+    words   of each lane: shared memory, and where its row is
+    """
+    rows = [struct.unpack_from("<4i", *one) for one in words]
+    return [
+        tuple(rows[8 * number + (lane >> 2)][lane & 3] for number in range(4))
+        for lane in range(WARP)
+    ]
+
+
+# What lanes do together: of the words of each, what each gets.
+_PRODUCTS: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
+    "shared_load_matrices": _matrices,
     "mma_16x8x8": _product,
     "mma_16x8x16": _product_of_bytes,
     "mma_16x8x32": _product_of_bytes,
@@ -371,6 +386,8 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "square_root": np.sqrt,
     "i32": lambda x: _signed(x, 32),
     "i64": lambda x: x,
+    "once_i32": lambda x: x,
+    "once_i64": lambda x: x,
     "f32_of_i32": np.float32,
     "f32": np.float32,
 }
@@ -439,6 +456,36 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
         return _access("store_i64", memory)
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
+    if name == "shared_load_matrices":
+
+        def load_matrices(place: int) -> Any:
+            lane = getcurrent()
+            if not 0 <= place <= len(lane.shared) - 16 or place % 16:
+                raise KernelFault(f"{name} at {place} of {len(lane.shared)} shared bytes")
+            return lane.parent.switch((name, (lane.shared, place), 0))
+
+        return load_matrices
+    if name.startswith("copy_"):
+        size = int(name.removeprefix("copy_"))
+        words = "4xi32" if size == 16 else "2xi32" if size == 8 else "i32"
+        load, store_shared = (
+            _access(f"load_{words}", memory),
+            _access(f"shared_store_{words}", memory),
+        )
+
+        def copy(place: int, address: int) -> None:
+            found = load(address)
+            getcurrent().copies.append((store_shared, place, found if size > 4 else (found,)))
+
+        return copy
+    if name == "await_copies":
+
+        def await_copies() -> None:
+            for store, place, found in getcurrent().copies:
+                store(place, *found)
+            getcurrent().copies.clear()
+
+        return await_copies
     if name in _PRODUCTS:
         return lambda *words: getcurrent().parent.switch((name, words, 0))
     if name.startswith("shuffle_xor_"):

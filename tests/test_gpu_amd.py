@@ -32,12 +32,12 @@ T = TensorType
 Case = tuple[str, Any]  # a kernel of the table, a variant
 CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
 # Products of matrices are made of shuffles here, and these do not fit the registers.
-OF_SHUFFLES = ("attention_halves", "batch_linear", "batch_expert")
+OF_SHUFFLES = ("attention_halves", "batch_linear", "batch_expert", "batch_up")
 # Bytes that a thread keeps in memory, of 1,024 in registers: three tiles are read ahead.
 KEPT = {"expert_down_q6_k_8x_2048": 96}
 PRIVATE_BYTES = b".private_segment_fixed_size"
 WEIGHTS = sorted(PACKED | UNPACKED)
-PRODUCTS = ("batch_linear", "batch_expert")
+PRODUCTS = ("batch_linear", "batch_expert", "batch_up")
 
 # Sizes of a model of the usual kind, by the table's names.
 SIZES = {
@@ -84,8 +84,9 @@ FEW: dict[str, list[Any]] = {
     "expert_down": [T.Q6_K],
     "pool_gate_up": [(T.Q4_K, T.Q4_K)],
     "pool_down": [T.Q4_K],
-    "batch_linear": [T.Q6_K],
-    "batch_expert": [T.Q4_K],
+    "batch_linear": [T.Q4_K],
+    "batch_expert": [T.Q2_K],
+    "batch_up": [T.Q4_0],
 }
 
 

@@ -251,6 +251,60 @@ shared_store_4xi32 = Intrinsic(
 )
 
 
+# Copies of 16, 8 or 4 bytes of memory that nothing writes into shared memory: to an offset, from an
+# address, both multiples of the size. They are there behind `await_copies`, of other threads behind
+# a barrier too. A thread waits for all that it asked for.
+
+
+def _nvidia_copy(size: int) -> Emit:
+    """Emit a copy that goes on beside the thread; targets before 8.0 load and store."""
+    words = [f"w{number}" for number in range(size // 4)]
+    vector = f".v{len(words)}" if len(words) > 1 else ""
+    several = f"{{{', '.join(words)}}}" if len(words) > 1 else words[0]
+    older = (
+        f"{{ .reg .b32 {', '.join(words)}; ld.global{vector}.b32 {several}, [$1]; "
+        f"st.shared{vector}.b32 [$0], {several}; }}"
+    )
+    newer = f"cp.async.{'cg' if size == 16 else 'ca'}.shared.global [$0], [$1], {size};"
+    text, constraints = by_age(80, newer, [older], "r,l,~{memory}")
+
+    def emit(builder: Any, arguments: list[Any]) -> None:
+        ir = _ir()
+        offset, address = arguments
+        place = builder.ptrtoint(_shared(builder, offset, llvm_type("i32")), llvm_type("i32"))
+        kind = ir.FunctionType(ir.VoidType(), [place.type, address.type])
+        builder.call(ir.InlineAsm(kind, _escaped(text), constraints, True), [place, address])
+
+    return emit
+
+
+def _escaped(text: str) -> str:
+    """Return the text of an inline assembly of several lines as LLVM reads it."""
+    return text.replace("\n", "\\0A").replace("\t", "\\09")
+
+
+def _amd_copy(size: int) -> Emit:
+    def emit(builder: Any, arguments: list[Any]) -> None:
+        offset, address = arguments
+        kind = _ir().VectorType(llvm_type("i32"), size // 4)
+        found = builder.load(_global(builder, address, kind), align=size)
+        builder.store(found, _shared(builder, offset, kind), align=size)
+
+    return emit
+
+
+def _copy(size: int) -> Intrinsic:
+    return Intrinsic(
+        f"copy_{size}", "void(i64, i64)", ptx=_nvidia_copy(size), amdgpu=_amd_copy(size)
+    )
+
+
+copy_16, copy_8, copy_4 = _copy(16), _copy(8), _copy(4)
+await_copies = Intrinsic(
+    "await_copies", "void()", ptx=since(80, "cp.async.wait_all;", ""), amdgpu=_nothing
+)
+
+
 def _global_add(builder: Any, arguments: list[Any]) -> None:
     place = _global(builder, arguments[0], arguments[1].type)
     builder.atomic_rmw("add", place, arguments[1], "monotonic")
@@ -388,6 +442,19 @@ nanoseconds = Intrinsic(
     "i64()",
     ptx=("mov.u64 $0, %globaltimer;", "=l,~{memory}"),
     amdgpu=_amd_nanoseconds,
+)
+
+
+def _same(_: Any, arguments: list[Any]) -> Any:
+    return arguments[0]
+
+
+# A value that is computed here once: compilers compute what is cheap again where a loop uses it.
+once_i32 = Intrinsic(
+    "once_i32", "i32(i32)", ptx=("mov.b32 $0, $1;", "=r,r,~{memory}"), amdgpu=_same
+)
+once_i64 = Intrinsic(
+    "once_i64", "i64(i64)", ptx=("mov.b64 $0, $1;", "=l,l,~{memory}"), amdgpu=_same
 )
 
 
@@ -940,8 +1007,7 @@ def _nvidia_byte_mma(columns: int) -> Emit:
         ir = _ir()
         kind = ir.FunctionType(llvm_type("4xi32"), [one.type for one in arguments])
         text, constraints = _byte_mma(columns)
-        text = text.replace("\n", "\\0A").replace("\t", "\\09")
-        code = ir.InlineAsm(kind, text, constraints, True)
+        code = ir.InlineAsm(kind, _escaped(text), constraints, True)
         return builder.call(code, arguments, attrs=("convergent",))  # all lanes together, or none
 
     return emit
@@ -950,9 +1016,10 @@ def _nvidia_byte_mma(columns: int) -> Emit:
 def _amd_byte_mma(columns: int) -> Emit:
     """Fetch the words of A and B from the lanes that have them, and multiply byte by byte."""
 
-    def emit(builder: Any, arguments: list[Any]) -> Any:
+    halves = columns // 16
+
+    def multiply(builder: Any, arguments: list[Any]) -> Any:
         ir = _ir()
-        halves = columns // 16
         a, b, sums = arguments[: 2 * halves], arguments[2 * halves : 3 * halves], arguments[-4:]
 
         def constant(value: int) -> Any:
@@ -975,6 +1042,20 @@ def _amd_byte_mma(columns: int) -> Emit:
             found = builder.insert_value(found, one, number)
         return found
 
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        # Kernels multiply in many places: this is a function of its own, so that code stays small.
+        ir, module = _ir(), builder.module
+        name = f"strata_product_{columns}"
+        function = module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(llvm_type("4xi32"), [one.type for one in arguments])
+            function = ir.Function(module, kind, name)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            inner = ir.IRBuilder(function.append_basic_block())
+            inner.ret(multiply(inner, list(function.args)))
+        return builder.call(function, arguments)
+
     return emit
 
 
@@ -989,4 +1070,43 @@ mma_16x8x16 = Intrinsic(
     "4xi32(i32, i32, i32, i32, i32, i32, i32)",
     ptx=_nvidia_byte_mma(16),
     amdgpu=_amd_byte_mma(16),
+)
+
+
+# Four blocks of eight rows of 16 bytes, of which lanes give the offsets in shared memory: lane
+# 8 * n + r that of row r of block n. Of each block lane 4 * g + t gets word t of row g: its words
+# of A and B above.
+
+
+def _nvidia_matrices(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    place = builder.ptrtoint(_shared(builder, arguments[0], llvm_type("i32")), llvm_type("i32"))
+    kind = ir.FunctionType(llvm_type("4xi32"), [place.type])
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    code = ir.InlineAsm(kind, text, "=r,=r,=r,=r,r,~{memory}", True)
+    return builder.call(code, [place], attrs=("convergent",))  # all lanes together, or none
+
+
+def _amd_matrices(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    word, wide = llvm_type("i32"), llvm_type("i64")
+
+    def constant(value: int) -> Any:
+        return ir.Constant(word, value)
+
+    lane = _amd_lane(builder)
+    first = builder.and_(lane, constant(-WARP))
+    row = builder.add(first, builder.lshr(builder.and_(lane, constant(WARP - 1)), constant(2)))
+    column = builder.shl(builder.and_(lane, constant(3)), constant(2))
+    offset = builder.trunc(arguments[0], word)
+    found = ir.Constant(llvm_type("4xi32"), ir.Undefined)
+    for number in range(4):
+        place = builder.add(_amd_word_of(builder, offset, row, 8 * number), column)
+        one = builder.load(_shared(builder, builder.sext(place, wide), word), align=4)
+        found = builder.insert_value(found, one, number)
+    return found
+
+
+shared_load_matrices = Intrinsic(
+    "shared_load_matrices", "4xi32(i64)", ptx=_nvidia_matrices, amdgpu=_amd_matrices
 )
