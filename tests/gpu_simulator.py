@@ -115,6 +115,7 @@ class _Lane(greenlet):
     grid: tuple[int, int, int]
     shared: bytearray
     has_waited: bool  # for the launch in front
+    copies: list[list[Callable[[], None]]]  # groups on their way to shared memory
     sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
 
 
@@ -147,7 +148,7 @@ def run(
                     for thread, lane in enumerate(lanes):
                         lane.gr_context = copy_context()  # in which the errstate holds
                         lane.thread, lane.block, lane.grid = thread, (x, y, z), grid
-                        lane.shared = shared
+                        lane.shared, lane.copies = shared, [[]]
                         lane.has_waited, lane.sees_all = waits_at_its_entry, sees_all
                     _run_block(lanes, words, backwards=(x + y + z) % 2 == 1)
 
@@ -389,6 +390,29 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
             getcurrent().has_waited = True
 
         return await_previous
+    if name == "copy_to_shared":
+        load, place_words = _access("load_4xi32", memory), _access("shared_store_4xi32", memory)
+
+        def copy(offset: int, address: int) -> None:  # at once, or as late as may be
+            words, lane = load(address), getcurrent()
+            if lane.thread % 2:
+                place_words(offset, *words)
+            else:
+                lane.copies[-1].append(lambda: place_words(offset, *words))
+
+        return copy
+    if name == "end_copies":
+        return lambda: getcurrent().copies.append([])
+    if name == "await_copies":
+
+        def await_copies() -> None:  # all groups that were ended but the last one
+            lane = getcurrent()
+            *ready, last, open_one = [[], *lane.copies]
+            lane.copies = [last, open_one]
+            for put in (put for group in ready for put in group):
+                put()
+
+        return await_copies
     if name == "hold":
         return lambda _: None
     if name == "prefetch":

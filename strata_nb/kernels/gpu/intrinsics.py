@@ -240,6 +240,9 @@ shared_load_2xi32 = Intrinsic(
 shared_load_2xf32 = Intrinsic(
     "shared_load_2xf32", "2xf32(i64)", body=_load_vector(2, "f32", _shared, constant=False)
 )
+shared_load_4xi32 = Intrinsic(
+    "shared_load_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", _shared, constant=False)
+)
 shared_load_4xf32 = Intrinsic(
     "shared_load_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _shared, constant=False)
 )
@@ -248,6 +251,44 @@ shared_store_i32 = Intrinsic("shared_store_i32", "void(i64, i32)", body=_store("
 shared_store_i64 = Intrinsic("shared_store_i64", "void(i64, i64)", body=_store("i64", _shared))
 shared_store_4xi32 = Intrinsic(
     "shared_store_4xi32", "void(i64, i32, i32, i32, i32)", body=_store_vector(4, "i32", _shared)
+)
+
+
+# Sixteen bytes at an address go to shared memory by themselves, while their thread goes on. A thread
+# counts them in groups, which `end_copies` ends. `await_copies` waits for all of this thread's
+# groups but the last one; a barrier behind it shows them to the others. Cards before 8.0 copy at
+# once.
+
+_COPY = "cp.async.cg.shared.global [$0], [$1], 16;"
+_COPY_BEFORE = (
+    "{ .reg .b32 a, b, c, d; ld.global.v4.b32 {a, b, c, d}, [$1]; "
+    "st.shared.v4.b32 [$0], {a, b, c, d}; }"
+)
+
+
+def _nvidia_copy(builder: Any, arguments: list[Any]) -> None:
+    ir = _ir()
+    offset, address = arguments
+    place = builder.ptrtoint(_shared(builder, offset, ir.IntType(8)), ir.IntType(64))
+    text, constraints = by_age(80, _COPY, [_COPY_BEFORE], "l,l,~{memory}")
+    text = text.replace("\n", "\\0A").replace("\t", "\\09")
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 2)
+    builder.call(ir.InlineAsm(kind, text, constraints, True), [place, address])
+
+
+def _amd_copy(builder: Any, arguments: list[Any]) -> None:
+    offset, address = arguments
+    words = _load_vector(4, "i32", constant=False)(builder, [address])
+    lanes = [builder.extract_value(words, number) for number in range(4)]
+    _store_vector(4, "i32", _shared)(builder, [offset, *lanes])
+
+
+copy_to_shared = Intrinsic("copy_to_shared", "void(i64, i64)", ptx=_nvidia_copy, amdgpu=_amd_copy)
+end_copies = Intrinsic(
+    "end_copies", "void()", ptx=since(80, "cp.async.commit_group;", ""), amdgpu=_nothing
+)
+await_copies = Intrinsic(
+    "await_copies", "void()", ptx=since(80, "cp.async.wait_group 1;", ""), amdgpu=_nothing
 )
 
 

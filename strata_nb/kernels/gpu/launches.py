@@ -35,7 +35,7 @@ from strata_nb.kernels.program import Launch, Program
 
 def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows."""
-    found = list(with_runs(program))
+    found = list(with_runs(program, rows))
     if rows > WINDOW_ROWS:
         found = list(with_batches(list(with_slices(found, rows)), rows))
     found = list(with_shares(with_routes(found, rows)))

@@ -1,0 +1,677 @@
+"""Attention of a prompt batch over keys and values that are halves: rows share what they read.
+
+A block of threads has 16 *pairs* a warp, of a row and one of the heads that share a K/V head, and
+goes through that head's cells run by run, with the bits of `attention_halves.py`: what a warp has
+there of a run, 16 cells of every 128, is a *set* of 64 cells here, which all warps take together.
+
+    first pass    the scores of each set, for the largest of the run
+    second pass   the scores of each set again; their weights; and values times weights, which are
+                  added to those of the sets before
+
+Scores are computed twice because a run of them for so many pairs does not fit a multiprocessor.
+
+Keys and values come through a ring of three places in shared memory, of a set each. While all
+multiply what is in one, copies to the other two are on their way.
+
+A matrix of products has the pairs in its rows: lane 4 * g + t has pairs g and g + 8. Of keys it
+loads 16 bytes of cell g at a time, and of values 16 bytes of cells 2 * t and 2 * t + 1: that these
+are neighbours in a cell is the same order of sums as there. Its scores are those of cells 2 * t and
+2 * t + 1, just what products with values want of their weights.
+
+Rows of a block may be of several sequences: one after another the block goes through the cells of
+each, and what does not belong to it sees none of them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from strata_nb.formats import BLOCK_CELLS
+from strata_nb.kernels.gpu.attention_halves import takes as takes
+from strata_nb.kernels.gpu.exponential import weight_of
+from strata_nb.kernels.gpu.halves import (
+    halves_of,
+    high_halves,
+    low_halves,
+    magnitude_of,
+    power_below,
+)
+from strata_nb.kernels.gpu.intrinsics import (
+    WARP,
+    await_copies,
+    await_previous,
+    barrier,
+    block_x,
+    block_y,
+    block_z,
+    blocks_z,
+    copy_to_shared,
+    end_copies,
+    f32,
+    i32,
+    i64,
+    larger_f32,
+    load_4xf32,
+    load_i64,
+    mma_16x8x8,
+    shared_load_4xi32,
+    shuffle_xor_f32,
+    store_f32,
+    thread_index,
+)
+from strata_nb.kernels.gpu.operations import (
+    Arguments,
+    Function,
+    GpuKernel,
+    Grid,
+    blocks_of,
+    warp_max_i32,
+)
+from strata_nb.kernels.gpu.planes import plane_bytes
+from strata_nb.kernels.gpu.runs import maxima_of, room_for_runs, work_of
+from strata_nb.kernels.runs import RUN_CELLS, runs_of
+
+WARPS = 8
+_PAIRS = 16  # of a warp
+_BLOCKS = 512  # of threads: a few for each multiprocessor of a large card, as rows differ in cells
+_PLACES = 3  # of the ring
+_SET = 64  # cells
+_CHUNK, _ROUND = 16, 128  # a set has the same 16 cells of every 128
+_SETS = RUN_CELLS // _SET
+_BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
+_RUN_SHIFT = RUN_CELLS.bit_length() - 1
+_HALF = 2 * _ROUND  # from the first half of a set's cells to the second
+_INFINITY = float("inf")
+_MINUS_INFINITY = -_INFINITY
+_REGISTERS = 255
+
+
+# -- keys ------------------------------------------------------------------------------------------
+# A lane has of each 8 values of the queries four words: of pairs g and g + 8 the nearest halves,
+# and of both the rest. Half a set is 4 columns of 8 cells; of each a lane has eight sums, of the
+# nearest halves and of the rest.
+
+
+def _add(a: Any, b: Any, x: Any, c: Any) -> Any:
+    return mma_16x8x8(a, b, x, c[0], c[1], c[2], c[3])
+
+
+def _key_step(a: Any, w: Any, x: Any, y: Any, z: Any, c: Any) -> Any:
+    first = _add(a[0], a[1], w, c[:4]) + _add(a[2], a[3], w, c[4:8])
+    second = _add(a[0], a[1], x, c[8:12]) + _add(a[2], a[3], x, c[12:16])
+    third = _add(a[0], a[1], y, c[16:20]) + _add(a[2], a[3], y, c[20:24])
+    return first + second + third + _add(a[0], a[1], z, c[24:28]) + _add(a[2], a[3], z, c[28:32])
+
+
+@cache
+def _key_products(pieces: int, pitch: int, piece: int = 0) -> Function:
+    """Return a function (queries, even, odd, sums): sums and the products of half a set.
+
+    pieces      of 32 values
+    even, odd   where a lane finds the first piece, and where every other piece is as if the first
+                were there
+    """
+    offset, is_odd = 64 * piece, piece % 2 == 1
+    column = 8 * pitch
+
+    def multiply(queries: Any, even: int, odd: int, sums: Any) -> Any:
+        place = (odd if is_odd else even) + offset
+        w, x = shared_load_4xi32(place), shared_load_4xi32(place + column)
+        y, z = shared_load_4xi32(place + 2 * column), shared_load_4xi32(place + 3 * column)
+        sums = _key_step(queries[0:4], w[0], x[0], y[0], z[0], sums)
+        sums = _key_step(queries[4:8], w[1], x[1], y[1], z[1], sums)
+        sums = _key_step(queries[8:12], w[2], x[2], y[2], z[2], sums)
+        return _key_step(queries[12:16], w[3], x[3], y[3], z[3], sums)
+
+    if piece + 1 == pieces:
+        return multiply
+    others = _key_products(pieces, pitch, piece + 1)
+
+    def products(queries: Any, even: int, odd: int, sums: Any) -> Any:
+        return others(queries[16:], even, odd, multiply(queries, even, odd, sums))
+
+    return products
+
+
+def _joined(nearest: Any, rest: Any) -> Any:
+    """Return the sum of a score's two parts; of an infinite one the rest is infinite as well."""
+    return nearest if magnitude_of(nearest) == f32(_INFINITY) else nearest + rest
+
+
+@cache
+def _judge(column: int) -> Function:
+    """Return a function (sums, seen, scales): the scores of a column and of those behind it.
+
+    seen    of both pairs, how far behind a lane's first cell the last one is that is seen
+    scales  of both pairs
+    """
+    cell = _ROUND * (column // 2) + 8 * (column % 2)
+
+    def one(sums: Any, seen: Any, scales: Any) -> Any:
+        nothing = f32(_MINUS_INFINITY)
+        a = _joined(sums[0], sums[4]) * scales[0] if seen[0] >= cell else nothing
+        b = _joined(sums[1], sums[5]) * scales[0] if seen[0] >= cell + 1 else nothing
+        c = _joined(sums[2], sums[6]) * scales[1] if seen[1] >= cell else nothing
+        d = _joined(sums[3], sums[7]) * scales[1] if seen[1] >= cell + 1 else nothing
+        return a, b, c, d
+
+    if column == 3:
+        return one
+    others = _judge(column + 1)
+
+    def judge(sums: Any, seen: Any, scales: Any) -> Any:
+        return one(sums, seen, scales) + others(sums[8:], seen, scales)
+
+    return judge
+
+
+def _largest(found: Any, best: Any) -> Any:
+    """Return the largest score of a chunk's of each pair, and of what was best."""
+    first = larger_f32(larger_f32(found[0], found[1]), larger_f32(found[4], found[5]))
+    second = larger_f32(larger_f32(found[2], found[3]), larger_f32(found[6], found[7]))
+    return larger_f32(best[0], first), larger_f32(best[1], second)
+
+
+def _largest_of_quad(x: Any) -> Any:
+    x = larger_f32(x, shuffle_xor_f32(x, 1))
+    return larger_f32(x, shuffle_xor_f32(x, 2))
+
+
+def _finite(best: Any) -> Any:
+    """Return the score from which weights count: while all are -infinity, any gives them 0."""
+    return f32(0.0) if best == f32(_MINUS_INFINITY) else best
+
+
+def _weigh_chunk(found: Any, best: Any, totals: Any) -> Any:
+    """Return the eight words of a chunk's weights as halves, and the sums with them."""
+    a, b = weight_of(found[0] - best[0]), weight_of(found[1] - best[0])
+    c, d = weight_of(found[2] - best[1]), weight_of(found[3] - best[1])
+    e, f = weight_of(found[4] - best[0]), weight_of(found[5] - best[0])
+    g, h = weight_of(found[6] - best[1]), weight_of(found[7] - best[1])
+    first, second, third, fourth = (
+        halves_of(a, b),
+        halves_of(c, d),
+        halves_of(e, f),
+        halves_of(g, h),
+    )
+    words = (first[0], second[0], first[1], second[1], third[0], fourth[0], third[1], fourth[1])
+    return words, (totals[0] + ((a + b) + (e + f)), totals[1] + ((c + d) + (g + h)))
+
+
+def _weigh(found: Any, best: Any, totals: Any) -> Any:
+    """Return the words of half a set's weights, and the sums with them."""
+    first, totals = _weigh_chunk(found[:8], best, totals)
+    second, totals = _weigh_chunk(found[8:], best, totals)
+    return first + second, totals
+
+
+# -- values ----------------------------------------------------------------------------------------
+# 64 values at a time are 8 columns: value 8 * g + n of a piece is column g of the n-th. Of each a
+# lane has four sums.
+
+
+def _value_step(a: Any, b: Any, weights: Any, sums: Any) -> Any:
+    """Return sums with two columns: a and b are words of a lane's two cells."""
+    lower, upper = low_halves(a, b), high_halves(a, b)
+    first = _add(weights[0], weights[1], lower, sums[:4])
+    second = _add(weights[0], weights[1], upper, sums[4:])
+    return _add(weights[2], weights[3], lower, first) + _add(weights[2], weights[3], upper, second)
+
+
+@cache
+def _value_products(pitch: int, step: int = 0) -> Function:
+    """Return a function (place, weights, sums): sums and values times weights of half a set."""
+    offset = 8 * pitch * step
+
+    def eight(place: int, weights: Any, sums: Any) -> Any:
+        a, b = shared_load_4xi32(place + offset), shared_load_4xi32(place + offset + pitch)
+        first = _value_step(a[0], b[0], weights, sums[:8])
+        second = _value_step(a[1], b[1], weights, sums[8:16])
+        third = _value_step(a[2], b[2], weights, sums[16:24])
+        return first + second + third + _value_step(a[3], b[3], weights, sums[24:32])
+
+    if step == 3:
+        return eight
+    others = _value_products(pitch, step + 1)
+
+    def mix(place: int, weights: Any, sums: Any) -> Any:
+        return others(place, weights[4:], eight(place, weights, sums))
+
+    return mix
+
+
+@cache
+def _constants(count: int, make: Function) -> Function:
+    """Return a function that returns a tuple of so many, a multiple of 4, of what `make` makes."""
+
+    def four() -> Any:
+        return make(), make(), make(), make()
+
+    if count == 4:
+        return four
+    others = _constants(count - 4, make)
+
+    def all_of_them() -> Any:
+        return four() + others()
+
+    return all_of_them
+
+
+def _zero() -> Any:
+    return f32(0.0)
+
+
+def _no_bits() -> Any:
+    return i32(0)
+
+
+@cache
+def _added(count: int) -> Function:
+    """Return a function that adds two tuples of so many, a multiple of 4."""
+
+    def four(a: Any, b: Any) -> Any:
+        return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+
+    if count == 4:
+        return four
+    others = _added(count - 4)
+
+    def add(a: Any, b: Any) -> Any:
+        return four(a, b) + others(a[4:], b[4:])
+
+    return add
+
+
+@cache
+def _value_mixer(pieces: int, pitch: int, piece: int = 0) -> Function:
+    """Return a function (place, first, second, has_second, sums): sums and values times weights.
+
+    first, second   words of the weights of both halves of a set
+    """
+    mix, no_sums, add = _value_products(pitch), _constants(32, _zero), _added(32)
+    here, further = 128 * piece, 128 * piece + 32 * pitch
+
+    def one(place: int, first: Any, second: Any, has_second: Any, sums: Any) -> Any:
+        found = mix(place + here, first, no_sums())
+        if has_second:
+            found = mix(place + further, second, found)
+        return add(sums, found)
+
+    if piece + 1 == pieces:
+        return one
+    others = _value_mixer(pieces, pitch, piece + 1)
+
+    def all_pieces(place: int, first: Any, second: Any, has_second: Any, sums: Any) -> Any:
+        return one(place, first, second, has_second, sums[:32]) + others(
+            place, first, second, has_second, sums[32:]
+        )
+
+    return all_pieces
+
+
+# -- queries ---------------------------------------------------------------------------------------
+
+
+@cache
+def _query_loader(pieces: int) -> Function:
+    """Return a function (place): of each 32 values of a query the eight that a lane multiplies."""
+
+    def eight(place: int) -> Any:
+        return load_4xf32(place) + load_4xf32(place + 16)
+
+    if pieces == 1:
+        return eight
+    others = _query_loader(pieces - 1)
+
+    def load(place: int) -> Any:
+        return eight(place) + others(place + 128)
+
+    return load
+
+
+@cache
+def _magnitude(count: int) -> Function:
+    """Return a function that returns the largest magnitude of so many floats."""
+
+    def four(x: Any) -> Any:
+        first = larger_f32(magnitude_of(x[0]), magnitude_of(x[1]))
+        return larger_f32(first, larger_f32(magnitude_of(x[2]), magnitude_of(x[3])))
+
+    if count == 4:
+        return four
+    others = _magnitude(count - 4)
+
+    def largest(x: Any) -> Any:
+        return larger_f32(four(x), others(x[4:]))
+
+    return largest
+
+
+@cache
+def _query_words(count: int) -> Function:
+    """Return a function (x, y, ups): the words of so many values of two queries."""
+
+    def two(x: Any, y: Any, ups: Any) -> Any:
+        first = halves_of(x[0] * ups[0], x[1] * ups[0])
+        second = halves_of(y[0] * ups[1], y[1] * ups[1])
+        return first[0], second[0], first[1], second[1]
+
+    if count == 2:
+        return two
+    others = _query_words(count - 2)
+
+    def words(x: Any, y: Any, ups: Any) -> Any:
+        return two(x, y, ups) + others(x[2:], y[2:], ups)
+
+    return words
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+@cache
+def _storer(pieces: int) -> Function:
+    """Return a function (place, sums) that stores the values of pair g, given a lane's sums; of
+    pair g + 8 given these from the third on."""
+
+    def one(place: int, x: Any) -> None:
+        eight(place, x[0], x[4], x[8], x[12], x[16], x[20], x[24], x[28])
+        eight(place + 32, x[1], x[5], x[9], x[13], x[17], x[21], x[25], x[29])
+
+    def eight(place: int, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> None:
+        store_f32(place, a)
+        store_f32(place + 4, b)
+        store_f32(place + 8, c)
+        store_f32(place + 12, d)
+        store_f32(place + 16, e)
+        store_f32(place + 20, f)
+        store_f32(place + 24, g)
+        store_f32(place + 28, h)
+
+    if pieces == 1:
+        return one
+    others = _storer(pieces - 1)
+
+    def store(place: int, x: Any) -> None:
+        one(place, x)
+        others(place + 256, x[32:])
+
+    return store
+
+
+# -- the kernel ------------------------------------------------------------------------------------
+
+
+@cache
+def _copier(length: int, threads: int, *, are_keys: bool) -> Function:
+    """Return a function (ring, line, plane, start, last, thread) that sends a set of cells on its
+    way.
+
+    start   its first cell
+    last    the last cell that anyone sees, which stands for those behind it
+    """
+    units = length // 8  # of 16 bytes, of a cell
+    rounds = units * _SET // threads
+    pitch = 2 * length
+    is_turned = pitch % 128 == 0
+
+    def copy(ring: int, line: int, plane: int, start: int, last: int, thread: int) -> None:
+        number = 0
+        while number < rounds:
+            one = thread + threads * number
+            row = one // units
+            unit = one - units * row
+            cell = min(start + _ROUND * (row >> 4) + (row & (_CHUNK - 1)), last)
+            block = load_i64(line + 8 * (cell >> _BLOCK_SHIFT))
+            address = block + plane + 16 * (units * (cell & (BLOCK_CELLS - 1)) + unit)
+            if is_turned:
+                unit ^= 4 * (row & 1) if are_keys else row & 6
+            copy_to_shared(ring + pitch * row + 16 * unit, address)
+            number += 1
+
+    return copy
+
+
+@cache
+def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARPS) -> GpuKernel:
+    """Return the kernel `attention` of a batch for halves and lengths of heads that `takes` names.
+
+    Grid (tiles of 16 * warps pairs, K/V heads, N); see `runs.py` for the work space that it fills.
+    """
+    pairs, threads = _PAIRS * warps, WARP * warps
+    key_pieces, value_pieces = key_length // 32, value_length // 64
+    key_pitch, value_pitch = 2 * key_length, 2 * value_length
+    key_turn = 64 if key_pitch % 128 == 0 else 0
+    place_bytes = _SET * max(key_pitch, value_pitch)
+    ring_bytes = _PLACES * place_bytes
+    key_plane, value_plane = plane_bytes("f16", key_length), plane_bytes("f16", value_length)
+    copy_keys = _copier(key_length, threads, are_keys=True)
+    copy_values = _copier(value_length, threads, are_keys=False)
+    multiply, judge = _key_products(key_pieces, key_pitch), _judge(0)
+    load_query, magnitude = _query_loader(key_pieces), _magnitude(8 * key_pieces)
+    query_words = _query_words(8 * key_pieces)
+    mix, store_values = _value_mixer(value_pieces, value_pitch), _storer(value_pieces)
+    no_results, no_scores = _constants(32 * value_pieces, _zero), _constants(32, _zero)
+    no_weights = _constants(16, _no_bits)
+
+    def span_of(sequences: int, positions: int, begin: int, stop: int, lane: int) -> Any:
+        """Return the end of the rows from `begin` on that are of one sequence, and the last cell
+        that one of them sees."""
+        sequence = load_i64(sequences + 8 * begin)
+        row, end = begin + lane, stop
+        while row < end:
+            if load_i64(sequences + 8 * row) != sequence:
+                end = row
+            row += WARP
+        end = -i64(warp_max_i32(i32(-end)))
+        row, last = begin + lane, i64(-1)
+        while row < end:
+            last = max(last, load_i64(positions + 8 * row))
+            row += WARP
+        return end, i64(warp_max_i32(i32(last)))
+
+    def sets_of(run: int, last: int) -> Any:
+        """Return how many sets of a run have cells that someone sees."""
+        return min(((last - (run << _RUN_SHIFT)) >> 4) + 1, _SETS)
+
+    def feed(
+        run: int,
+        number: int,
+        place: int,
+        line: int,
+        last: int,
+        step: int,
+        k_plane: int,
+        v_plane: int,
+        thread: int,
+    ) -> Any:
+        """Send what is wanted next on its way; return the run and the number of what follows.
+
+        Of a run these are the keys of each set, and then of each set keys and values.
+        """
+        first = run << _RUN_SHIFT
+        if first <= last:
+            sets = sets_of(run, last)
+            behind = number - sets
+            if behind >= 0 and behind & 1 == 1:
+                start = first + _CHUNK * (behind >> 1)
+                copy_values(place, line, v_plane, start, last, thread)
+            else:
+                start = first + _CHUNK * (number if behind < 0 else behind >> 1)
+                copy_keys(place, line, k_plane, start, last, thread)
+            number += 1
+            if number == 3 * sets:
+                number = 0
+                run += step
+        end_copies()
+        return run, number
+
+    def following(place: int) -> Any:
+        return place + place_bytes if place < ring_bytes - place_bytes else i64(0)
+
+    def before(place: int) -> Any:
+        return place - place_bytes if place > 0 else i64(ring_bytes - place_bytes)
+
+    def scores_of(queries: Any, even: int, odd: int, seen: Any, scales: Any) -> Any:
+        return judge(multiply(queries, even, odd, no_scores()), seen, scales)
+
+    def attention(
+        rows: int,
+        sequences: int,
+        positions: int,
+        q: int,
+        blocks: int,
+        _out: int,
+        work: int,
+        table_width: int,
+        k_offset: int,
+        v_offset: int,
+        heads: int,
+        kv_heads: int,
+        _key_length: int,
+        _value_length: int,
+        scale: Any,
+    ) -> None:
+        tile, kv_head, thread = i64(block_x()), i64(block_y()), i64(thread_index())
+        first_run, step = i64(block_z()), i64(blocks_z())
+        await_previous()
+        count, group = load_i64(rows), heads // kv_heads
+        begin = pairs * tile // group
+        stop = min((pairs * (tile + 1) + group - 1) // group, count)
+        warp, lane = thread >> 5, thread & 31
+        g, t = lane >> 2, lane & 3
+        k_plane, v_plane = k_offset + key_plane * kv_head, v_offset + value_plane * kv_head
+
+        # A lane's two pairs; where there are too few of something the last row again.
+        pair = pairs * tile + _PAIRS * warp + g
+        row, other_row = pair // group, (pair + 8) // group
+        head = group * kv_head + pair - group * row
+        other_head = group * kv_head + pair + 8 - group * other_row
+        here = min(row, count - 1) * heads + head
+        there = min(other_row, count - 1) * heads + other_head
+        if begin >= stop:
+            return
+        x = load_query(q + 4 * key_length * here + 32 * t)
+        y = load_query(q + 4 * key_length * there + 32 * t)
+        up, down = power_below(_largest_of_quad(magnitude(x)))
+        other_up, other_down = power_below(_largest_of_quad(magnitude(y)))
+        queries = query_words(x, y, (up, other_up))
+        scales = scale * down, scale * other_down
+        room = room_for_runs(table_width)
+        results = work_of(work, here, room, value_length)
+        other_results = work_of(work, there, room, value_length)
+
+        # Where a lane finds its keys and values in a place of the ring.
+        turn = key_turn * (g & 1)
+        keys_at = key_pitch * g + 16 * t
+        values_at = 2 * value_pitch * t + 16 * (g ^ 2 * t)
+
+        while begin < stop:
+            end, last = span_of(sequences, positions, begin, stop, lane)
+            line = blocks + 8 * table_width * load_i64(sequences + 8 * begin)
+            position, other_position = i64(-1), i64(-1)
+            if begin <= row and row < end:
+                position = load_i64(positions + 8 * row)
+            if begin <= other_row and other_row < end:
+                other_position = load_i64(positions + 8 * other_row)
+            last_here = i64(warp_max_i32(i32(max(position, other_position))))
+            run, number, place = first_run, i64(0), i64(0)
+            barrier()
+            fed, number = feed(run, number, place, line, last, step, k_plane, v_plane, thread)
+            fed, number = feed(
+                fed, number, i64(place_bytes), line, last, step, k_plane, v_plane, thread
+            )
+            while run << _RUN_SHIFT <= last:
+                first = run << _RUN_SHIFT
+                sets = sets_of(run, last)
+                best, of_set = (f32(_MINUS_INFINITY), f32(_MINUS_INFINITY)), i64(0)
+                while of_set < sets:
+                    await_copies()
+                    barrier()
+                    fed, number = feed(
+                        fed, number, before(place), line, last, step, k_plane, v_plane, thread
+                    )
+                    start = first + _CHUNK * of_set
+                    ahead = last_here - start
+                    even, odd = place + keys_at + turn, place + keys_at - turn
+                    cell, half = start + 2 * t, 0
+                    while half < 2 and ahead >= 0:
+                        seen = i32(position - cell), i32(other_position - cell)
+                        found = scores_of(queries, even, odd, seen, scales)
+                        best = _largest(found[8:], _largest(found[:8], best))
+                        ahead -= _HALF
+                        cell += _HALF
+                        even += 32 * key_pitch
+                        odd += 32 * key_pitch
+                        half += 1
+                    place = following(place)
+                    of_set += 1
+                largest = _largest_of_quad(best[0]), _largest_of_quad(best[1])
+                best = _finite(largest[0]), _finite(largest[1])
+
+                sums, totals, of_set = no_results(), (f32(0.0), f32(0.0)), i64(0)
+                while of_set < sets:
+                    await_copies()
+                    barrier()
+                    fed, number = feed(
+                        fed, number, before(place), line, last, step, k_plane, v_plane, thread
+                    )
+                    start = first + _CHUNK * of_set
+                    ahead = last_here - start
+                    some, more = no_weights(), no_weights()
+                    if ahead >= 0:
+                        even, odd = place + keys_at + turn, place + keys_at - turn
+                        cell = start + 2 * t
+                        seen = i32(position - cell), i32(other_position - cell)
+                        found = scores_of(queries, even, odd, seen, scales)
+                        some, of_these = _weigh(found, best, (f32(0.0), f32(0.0)))
+                        if ahead >= _HALF:
+                            even += 32 * key_pitch
+                            odd += 32 * key_pitch
+                            seen = i32(seen[0] - _HALF), i32(seen[1] - _HALF)
+                            found = scores_of(queries, even, odd, seen, scales)
+                            more, of_these = _weigh(found, best, of_these)
+                        a = of_these[0] + shuffle_xor_f32(of_these[0], 1)
+                        b = of_these[1] + shuffle_xor_f32(of_these[1], 1)
+                        a += shuffle_xor_f32(a, 2)
+                        b += shuffle_xor_f32(b, 2)
+                        totals = totals[0] + a, totals[1] + b
+                    place = following(place)
+                    await_copies()
+                    barrier()
+                    fed, number = feed(
+                        fed, number, before(place), line, last, step, k_plane, v_plane, thread
+                    )
+                    if ahead >= 0:
+                        sums = mix(place + values_at, some, more, ahead >= _HALF, sums)
+                    place = following(place)
+                    of_set += 1
+
+                if position >= first:
+                    store_values(results + 4 * (value_length * run + 16 * t), sums)
+                    if t == 0:
+                        at = maxima_of(results, room, value_length) + 4 * run
+                        store_f32(at, largest[0])
+                        store_f32(at + 4 * room, totals[0])
+                if other_position >= first:
+                    store_values(other_results + 4 * (value_length * run + 16 * t), sums[2:])
+                    if t == 0:
+                        at = maxima_of(other_results, room, value_length) + 4 * run
+                        store_f32(at, largest[1])
+                        store_f32(at + 4 * room, totals[1])
+                run += step
+            begin = end
+
+    def grid(given: Arguments, rows: int) -> Grid:
+        kv_heads = given["kv_heads"]
+        tiles = blocks_of(rows * (given["heads"] // kv_heads), pairs)
+        runs = runs_of(given["table_width"])
+        return tiles, kv_heads, max(1, min(runs, _BLOCKS // (tiles * kv_heads)))
+
+    name = f"attention_tiles_{key_length}_{value_length}"
+    name += "" if warps == WARPS else f"_{warps}"
+    attention.__name__ = attention.__qualname__ = name
+    return GpuKernel(
+        name, attention, threads, grid, lambda _: ring_bytes, min(_REGISTERS, 65_536 // threads)
+    )
