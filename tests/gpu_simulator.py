@@ -357,6 +357,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "bits_of_f32": lambda x: int(np.float32(x).view(np.int32)),
     "f32_of_bits": lambda bits: np.array(bits, np.int32).view(np.float32)[()],
     "f32_of_half": _half,
+    "halves_of_f32": lambda x, y: int(np.array([x, y], np.float16).view(np.int32)[0]),
     "half_of_f32": lambda x: int(np.float16(x).view(np.uint16)),
     "nearest_i32": _nearest,
     "truncated_i64": _truncated,

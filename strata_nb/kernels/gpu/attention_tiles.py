@@ -32,8 +32,6 @@ from strata_nb.kernels.gpu.attention_halves import takes as takes
 from strata_nb.kernels.gpu.exponential import weight_of
 from strata_nb.kernels.gpu.halves import (
     halves_of,
-    high_halves,
-    low_halves,
     magnitude_of,
     power_below,
 )
@@ -49,11 +47,13 @@ from strata_nb.kernels.gpu.intrinsics import (
     copy_to_shared,
     end_copies,
     f32,
+    high_halves,
     i32,
     i64,
     larger_f32,
     load_4xf32,
     load_i64,
+    low_halves,
     mma_16x8x8,
     shared_load_4xi32,
     shuffle_xor_f32,
@@ -139,31 +139,25 @@ def _joined(nearest: Any, rest: Any) -> Any:
     return nearest if magnitude_of(nearest) == f32(_INFINITY) else nearest + rest
 
 
-@cache
-def _judge(column: int) -> Function:
-    """Return a function (sums, seen, scales): the scores of a column and of those behind it.
+def _judge(sums: Any, seen: Any, scales: Any, cell: int) -> Any:
+    """Return the scores of a column, whose first cell is so much behind a lane's first one.
 
     seen    of both pairs, how far behind a lane's first cell the last one is that is seen
     scales  of both pairs
     """
-    cell = _ROUND * (column // 2) + 8 * (column % 2)
+    nothing = f32(_MINUS_INFINITY)
+    a = _joined(sums[0], sums[4]) * scales[0] if seen[0] >= cell else nothing
+    b = _joined(sums[1], sums[5]) * scales[0] if seen[0] >= cell + 1 else nothing
+    c = _joined(sums[2], sums[6]) * scales[1] if seen[1] >= cell else nothing
+    d = _joined(sums[3], sums[7]) * scales[1] if seen[1] >= cell + 1 else nothing
+    return a, b, c, d
 
-    def one(sums: Any, seen: Any, scales: Any) -> Any:
-        nothing = f32(_MINUS_INFINITY)
-        a = _joined(sums[0], sums[4]) * scales[0] if seen[0] >= cell else nothing
-        b = _joined(sums[1], sums[5]) * scales[0] if seen[0] >= cell + 1 else nothing
-        c = _joined(sums[2], sums[6]) * scales[1] if seen[1] >= cell else nothing
-        d = _joined(sums[3], sums[7]) * scales[1] if seen[1] >= cell + 1 else nothing
-        return a, b, c, d
 
-    if column == 3:
-        return one
-    others = _judge(column + 1)
-
-    def judge(sums: Any, seen: Any, scales: Any) -> Any:
-        return one(sums, seen, scales) + others(sums[8:], seen, scales)
-
-    return judge
+def _judge_half(sums: Any, seen: Any, scales: Any) -> Any:
+    """Return the scores of half a set."""
+    first = _judge(sums[:8], seen, scales, 0) + _judge(sums[8:16], seen, scales, 8)
+    third = _judge(sums[16:24], seen, scales, _ROUND)
+    return first + third + _judge(sums[24:], seen, scales, _ROUND + 8)
 
 
 def _largest(found: Any, best: Any) -> Any:
@@ -241,46 +235,42 @@ def _value_products(pitch: int, step: int = 0) -> Function:
     return mix
 
 
-@cache
-def _constants(count: int, make: Function) -> Function:
-    """Return a function that returns a tuple of so many, a multiple of 4, of what `make` makes."""
-
-    def four() -> Any:
-        return make(), make(), make(), make()
-
-    if count == 4:
-        return four
-    others = _constants(count - 4, make)
-
-    def all_of_them() -> Any:
-        return four() + others()
-
-    return all_of_them
+def _no_sums() -> Any:
+    """Return 32 zeros."""
+    zero = f32(0.0)
+    eight = zero, zero, zero, zero, zero, zero, zero, zero
+    return eight + eight + eight + eight
 
 
-def _zero() -> Any:
-    return f32(0.0)
-
-
-def _no_bits() -> Any:
-    return i32(0)
+def _no_weights() -> Any:
+    """Return the words of half a set's weights that are 0."""
+    nothing = i32(0)
+    four = nothing, nothing, nothing, nothing
+    return four + four + four + four
 
 
 @cache
-def _added(count: int) -> Function:
-    """Return a function that adds two tuples of so many, a multiple of 4."""
+def _no_results(pieces: int) -> Function:
+    """Return a function that returns the sums of nothing for so many pieces of 64 values."""
+    if pieces == 1:
+        return _no_sums
+    others = _no_results(pieces - 1)
 
-    def four(a: Any, b: Any) -> Any:
-        return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+    def zeros() -> Any:
+        return _no_sums() + others()
 
-    if count == 4:
-        return four
-    others = _added(count - 4)
+    return zeros
 
-    def add(a: Any, b: Any) -> Any:
-        return four(a, b) + others(a[4:], b[4:])
 
-    return add
+def _eight_added(a: Any, b: Any) -> Any:
+    first = a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+    return (*first, a[4] + b[4], a[5] + b[5], a[6] + b[6], a[7] + b[7])
+
+
+def _added(a: Any, b: Any) -> Any:
+    """Return the sums of two tuples of 32."""
+    first = _eight_added(a[:8], b[:8]) + _eight_added(a[8:16], b[8:16])
+    return first + _eight_added(a[16:24], b[16:24]) + _eight_added(a[24:], b[24:])
 
 
 @cache
@@ -289,14 +279,14 @@ def _value_mixer(pieces: int, pitch: int, piece: int = 0) -> Function:
 
     first, second   words of the weights of both halves of a set
     """
-    mix, no_sums, add = _value_products(pitch), _constants(32, _zero), _added(32)
+    mix = _value_products(pitch)
     here, further = 128 * piece, 128 * piece + 32 * pitch
 
     def one(place: int, first: Any, second: Any, has_second: Any, sums: Any) -> Any:
-        found = mix(place + here, first, no_sums())
+        found = mix(place + here, first, _no_sums())
         if has_second:
             found = mix(place + further, second, found)
-        return add(sums, found)
+        return _added(sums, found)
 
     if piece + 1 == pieces:
         return one
@@ -330,39 +320,48 @@ def _query_loader(pieces: int) -> Function:
     return load
 
 
+def _magnitude_of_eight(x: Any) -> Any:
+    a = larger_f32(magnitude_of(x[0]), magnitude_of(x[1]))
+    b = larger_f32(magnitude_of(x[2]), magnitude_of(x[3]))
+    c = larger_f32(magnitude_of(x[4]), magnitude_of(x[5]))
+    d = larger_f32(magnitude_of(x[6]), magnitude_of(x[7]))
+    return larger_f32(larger_f32(a, b), larger_f32(c, d))
+
+
 @cache
-def _magnitude(count: int) -> Function:
-    """Return a function that returns the largest magnitude of so many floats."""
-
-    def four(x: Any) -> Any:
-        first = larger_f32(magnitude_of(x[0]), magnitude_of(x[1]))
-        return larger_f32(first, larger_f32(magnitude_of(x[2]), magnitude_of(x[3])))
-
-    if count == 4:
-        return four
-    others = _magnitude(count - 4)
+def _magnitude(pieces: int) -> Function:
+    """Return a function that returns the largest magnitude of so many eight floats."""
+    if pieces == 1:
+        return _magnitude_of_eight
+    others = _magnitude(pieces - 1)
 
     def largest(x: Any) -> Any:
-        return larger_f32(four(x), others(x[4:]))
+        return larger_f32(_magnitude_of_eight(x[:8]), others(x[8:]))
 
     return largest
 
 
+def _two_words(x: Any, y: Any, ups: Any) -> Any:
+    """Return the words of two neighbours in both queries."""
+    first = halves_of(x[0] * ups[0], x[1] * ups[0])
+    second = halves_of(y[0] * ups[1], y[1] * ups[1])
+    return first[0], second[0], first[1], second[1]
+
+
 @cache
-def _query_words(count: int) -> Function:
-    """Return a function (x, y, ups): the words of so many values of two queries."""
+def _query_words(pieces: int) -> Function:
+    """Return a function (x, y, ups): the words of so many eight values of two queries."""
 
-    def two(x: Any, y: Any, ups: Any) -> Any:
-        first = halves_of(x[0] * ups[0], x[1] * ups[0])
-        second = halves_of(y[0] * ups[1], y[1] * ups[1])
-        return first[0], second[0], first[1], second[1]
+    def eight(x: Any, y: Any, ups: Any) -> Any:
+        first = _two_words(x[:2], y[:2], ups) + _two_words(x[2:4], y[2:4], ups)
+        return first + _two_words(x[4:6], y[4:6], ups) + _two_words(x[6:8], y[6:8], ups)
 
-    if count == 2:
-        return two
-    others = _query_words(count - 2)
+    if pieces == 1:
+        return eight
+    others = _query_words(pieces - 1)
 
     def words(x: Any, y: Any, ups: Any) -> Any:
-        return two(x, y, ups) + others(x[2:], y[2:], ups)
+        return eight(x, y, ups) + others(x[8:], y[8:], ups)
 
     return words
 
@@ -448,12 +447,11 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
     key_plane, value_plane = plane_bytes("f16", key_length), plane_bytes("f16", value_length)
     copy_keys = _copier(key_length, threads, are_keys=True)
     copy_values = _copier(value_length, threads, are_keys=False)
-    multiply, judge = _key_products(key_pieces, key_pitch), _judge(0)
-    load_query, magnitude = _query_loader(key_pieces), _magnitude(8 * key_pieces)
-    query_words = _query_words(8 * key_pieces)
+    multiply = _key_products(key_pieces, key_pitch)
+    load_query, magnitude = _query_loader(key_pieces), _magnitude(key_pieces)
+    query_words = _query_words(key_pieces)
     mix, store_values = _value_mixer(value_pieces, value_pitch), _storer(value_pieces)
-    no_results, no_scores = _constants(32 * value_pieces, _zero), _constants(32, _zero)
-    no_weights = _constants(16, _no_bits)
+    no_results = _no_results(value_pieces)
 
     def span_of(sequences: int, positions: int, begin: int, stop: int, lane: int) -> Any:
         """Return the end of the rows from `begin` on that are of one sequence, and the last cell
@@ -514,7 +512,7 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
         return place - place_bytes if place > 0 else i64(ring_bytes - place_bytes)
 
     def scores_of(queries: Any, even: int, odd: int, seen: Any, scales: Any) -> Any:
-        return judge(multiply(queries, even, odd, no_scores()), seen, scales)
+        return _judge_half(multiply(queries, even, odd, _no_sums()), seen, scales)
 
     def attention(
         rows: int,
@@ -619,7 +617,7 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
                     )
                     start = first + _CHUNK * of_set
                     ahead = last_here - start
-                    some, more = no_weights(), no_weights()
+                    some, more = _no_weights(), _no_weights()
                     if ahead >= 0:
                         even, odd = place + keys_at + turn, place + keys_at - turn
                         cell = start + 2 * t

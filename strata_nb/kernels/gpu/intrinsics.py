@@ -254,10 +254,9 @@ shared_store_4xi32 = Intrinsic(
 )
 
 
-# Sixteen bytes at an address go to shared memory by themselves, while their thread goes on. A thread
-# counts them in groups, which `end_copies` ends. `await_copies` waits for all of this thread's
-# groups but the last one; a barrier behind it shows them to the others. Cards before 8.0 copy at
-# once.
+# Sixteen bytes at an address go to shared memory by themselves, while their thread goes on. It
+# counts them in groups, which `end_copies` ends. `await_copies` waits for all groups of this thread
+# but the last one; a barrier behind it shows them to the others. Cards before 8.0 copy at once.
 
 _COPY = "cp.async.cg.shared.global [$0], [$1], 16;"
 _COPY_BEFORE = (
@@ -586,6 +585,8 @@ even_bytes = BytesOf("even_bytes", (0, 2, 4, 6))
 odd_bytes = BytesOf("odd_bytes", (1, 3, 5, 7))
 low_bytes_in_turn = BytesOf("low_bytes_in_turn", (0, 4, 1, 5))
 high_bytes_in_turn = BytesOf("high_bytes_in_turn", (2, 6, 3, 7))
+low_halves = BytesOf("low_halves", (0, 1, 4, 5))
+high_halves = BytesOf("high_halves", (2, 3, 6, 7))
 
 
 def _levels(permute: str, emit: Callable[[Any, Any, list[Any]], tuple[Any, Any]]) -> Emit:
@@ -747,6 +748,11 @@ def _half_of_float(builder: Any, arguments: list[Any]) -> Any:
     return builder.zext(builder.bitcast(half, ir.IntType(16)), ir.IntType(32))
 
 
+def _two_halves_of_floats(builder: Any, arguments: list[Any]) -> Any:
+    first, second = (_half_of_float(builder, [one]) for one in arguments)
+    return builder.or_(first, builder.shl(second, _ir().Constant(_ir().IntType(32), 16)))
+
+
 def _amd_nearest(builder: Any, arguments: list[Any]) -> Any:
     rounded = _call("llvm.rint.f32", "f32(f32)")(builder, arguments)
     return builder.fptosi(rounded, llvm_type("i32"))
@@ -766,6 +772,20 @@ half_of_f32 = Intrinsic(
     "i32(f32)",
     ptx=("{ .reg .b16 h; cvt.rn.f16.f32 h, $1; cvt.u32.u16 $0, h; }", "=r,f"),
     amdgpu=_half_of_float,
+)
+# The halves nearest to two floats, as a word.
+halves_of_f32 = Intrinsic(
+    "halves_of_f32",
+    "i32(f32, f32)",
+    ptx=by_age(
+        80,
+        "cvt.rn.f16x2.f32 $0, $2, $1;",
+        [
+            "{ .reg .b16 a, b; cvt.rn.f16.f32 a, $1; cvt.rn.f16.f32 b, $2; mov.b32 $0, {a, b}; }",
+        ],
+        "=r,f,f",
+    ),
+    amdgpu=_two_halves_of_floats,
 )
 # The integer nearest to a float, ties to even; it must fit.
 nearest_i32 = Intrinsic(
