@@ -61,3 +61,23 @@ def test_rows_across_blocks_and_runs_have_the_bits_of_windows(gpu: Run) -> None:
     q = random_heads(11, 2, 32) * np.float32(3)
     positions = [0, 7, 62, 63, 64, 65, 255, 500, RUN_CELLS - 1, RUN_CELLS, RUN_CELLS + 23]
     assert have_bits_of_windows(gpu, kv, q, [0] * 11, positions)
+
+
+@pytest.mark.usefixtures("few_warps")
+def test_values_that_are_no_numbers_leave_no_trace_in_rows_before_them(gpu: Run) -> None:
+    clean, dirty = filled(1, (32, 64), [80]), filled(1, (32, 64), [80])
+    dirty.write("v", 0, 70, np.full((1, 64), np.inf, np.float32))
+    dirty.write("k", 0, 70, np.full((1, 32), np.nan, np.float32))
+    q = random_heads(9, 4, 32)
+    positions = [*range(62, 71)]
+    found = attend(gpu, dirty, q, [0] * 9, positions)
+    assert np.array_equal(found[:8], attend(gpu, clean, q, [0] * 9, positions)[:8])
+    assert not np.any(np.isfinite(found[8]))
+
+
+@pytest.mark.usefixtures("few_warps")
+def test_rows_of_several_sequences_in_a_tile_have_the_bits_of_windows(gpu: Run) -> None:
+    kv = filled(1, (32, 64), [40, 17, 66])
+    q = random_heads(10, 3, 32)
+    sequences, positions = [1, 1, 0, 0, 0, 2, 2, 2, 1, 1], [3, 4, 37, 38, 39, 63, 64, 65, 15, 16]
+    assert have_bits_of_windows(gpu, kv, q, sequences, positions)

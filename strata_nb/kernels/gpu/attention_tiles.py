@@ -56,6 +56,9 @@ from strata_nb.kernels.gpu.intrinsics import (
     low_halves,
     mma_16x8x8,
     shared_load_4xi32,
+    shared_load_i32,
+    shared_store_4xi32,
+    shared_store_i32,
     shuffle_xor_f32,
     store_f32,
     thread_index,
@@ -85,6 +88,10 @@ _HALF = 2 * _ROUND  # from the first half of a set's cells to the second
 _INFINITY = float("inf")
 _MINUS_INFINITY = -_INFINITY
 _REGISTERS = 255
+_NAN = float("nan")
+_HALF_EXPONENT = 0x7C00
+_MOST_CELLS = 1 << 30
+_LAST_OF_SET = 3 * _ROUND + _CHUNK - 1
 
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -432,6 +439,43 @@ def _copier(length: int, threads: int, *, are_keys: bool) -> Function:
     return copy
 
 
+def _is_no_number(word: Any) -> Any:
+    """Return whether one of the halves of a word is infinite or NaN."""
+    lower, upper = word & _HALF_EXPONENT, word & (_HALF_EXPONENT << 16)
+    return lower == _HALF_EXPONENT or upper == _HALF_EXPONENT << 16
+
+
+@cache
+def _sifter(length: int, threads: int, flags: int) -> Function:
+    """Return a function (place, start, last, lowest, thread) for values that not all rows see.
+
+    Where a cell behind the lowest position has what is no number, that becomes 0 in shared memory,
+    so that rows before it stay what they are; and if anyone sees the cell, it is noted at `flags`,
+    which has a word for each cell of a set. A thread looks at what it has copied itself.
+    """
+    units = length // 8
+    rounds = units * _SET // threads
+    pitch = 2 * length
+
+    def sift(place: int, start: int, last: int, lowest: int, thread: int) -> None:
+        number = 0
+        while number < rounds:
+            one = thread + threads * number
+            row = one // units
+            cell = start + _ROUND * (row >> 4) + (row & (_CHUNK - 1))
+            if cell > lowest:
+                at = place + pitch * row + 16 * ((one - units * row) ^ (row & 6))
+                a, b, c, d = shared_load_4xi32(at)
+                if _is_no_number(a) or _is_no_number(b) or _is_no_number(c) or _is_no_number(d):
+                    nothing = i32(0)
+                    shared_store_4xi32(at, nothing, nothing, nothing, nothing)
+                    if cell <= last:
+                        shared_store_i32(flags + 4 * row, i32(cell))
+            number += 1
+
+    return sift
+
+
 @cache
 def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARPS) -> GpuKernel:
     """Return the kernel `attention` of a batch for halves and lengths of heads that `takes` names.
@@ -447,6 +491,7 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
     key_plane, value_plane = plane_bytes("f16", key_length), plane_bytes("f16", value_length)
     copy_keys = _copier(key_length, threads, are_keys=True)
     copy_values = _copier(value_length, threads, are_keys=False)
+    sift = _sifter(value_length, threads, ring_bytes)
     multiply = _key_products(key_pieces, key_pitch)
     load_query, magnitude = _query_loader(key_pieces), _magnitude(key_pieces)
     query_words = _query_words(key_pieces)
@@ -454,8 +499,8 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
     no_results = _no_results(value_pieces)
 
     def span_of(sequences: int, positions: int, begin: int, stop: int, lane: int) -> Any:
-        """Return the end of the rows from `begin` on that are of one sequence, and the last cell
-        that one of them sees."""
+        """Return the end of the rows from `begin` on that are of one sequence, the last cell that
+        one of them sees, and the last that all see."""
         sequence = load_i64(sequences + 8 * begin)
         row, end = begin + lane, stop
         while row < end:
@@ -463,11 +508,23 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
                 end = row
             row += WARP
         end = -i64(warp_max_i32(i32(-end)))
-        row, last = begin + lane, i64(-1)
+        row, last, lowest = begin + lane, i64(-1), i64(_MOST_CELLS)
         while row < end:
-            last = max(last, load_i64(positions + 8 * row))
+            position = load_i64(positions + 8 * row)
+            last, lowest = max(last, position), min(lowest, position)
             row += WARP
-        return end, i64(warp_max_i32(i32(last)))
+        return end, i64(warp_max_i32(i32(last))), -i64(warp_max_i32(i32(-lowest)))
+
+    def clear(thread: int) -> None:
+        while thread < _SET:
+            shared_store_i32(ring_bytes + 4 * thread, i32(_MOST_CELLS))
+            thread += threads
+
+    def first_flagged(lane: int) -> Any:
+        """Return the first cell that `sift` has noted, or one behind all."""
+        found = shared_load_i32(ring_bytes + 4 * lane)
+        found = min(found, shared_load_i32(ring_bytes + 4 * (lane + WARP)))
+        return -warp_max_i32(i32(-found))
 
     def sets_of(run: int, last: int) -> Any:
         """Return how many sets of a run have cells that someone sees."""
@@ -566,7 +623,7 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
         values_at = 2 * value_pitch * t + 16 * (g ^ 2 * t)
 
         while begin < stop:
-            end, last = span_of(sequences, positions, begin, stop, lane)
+            end, last, lowest = span_of(sequences, positions, begin, stop, lane)
             line = blocks + 8 * table_width * load_i64(sequences + 8 * begin)
             position, other_position = i64(-1), i64(-1)
             if begin <= row and row < end:
@@ -576,6 +633,7 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
             last_here = i64(warp_max_i32(i32(max(position, other_position))))
             run, number, place = first_run, i64(0), i64(0)
             barrier()
+            clear(thread)
             fed, number = feed(run, number, place, line, last, step, k_plane, v_plane, thread)
             fed, number = feed(
                 fed, number, i64(place_bytes), line, last, step, k_plane, v_plane, thread
@@ -637,10 +695,19 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
                         totals = totals[0] + a, totals[1] + b
                     place = following(place)
                     await_copies()
+                    is_seen_by_all = start + _LAST_OF_SET <= lowest
+                    if not is_seen_by_all:
+                        sift(place, start, last, lowest, thread)
                     barrier()
                     fed, number = feed(
                         fed, number, before(place), line, last, step, k_plane, v_plane, thread
                     )
+                    if not is_seen_by_all:
+                        flagged, nan = first_flagged(lane), f32(_NAN)
+                        totals = (
+                            totals[0] if position < flagged else nan,
+                            totals[1] if other_position < flagged else nan,
+                        )
                     if ahead >= 0:
                         sums = mix(place + values_at, some, more, ahead >= _HALF, sums)
                     place = following(place)
@@ -671,5 +738,10 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
     name += "" if warps == WARPS else f"_{warps}"
     attention.__name__ = attention.__qualname__ = name
     return GpuKernel(
-        name, attention, threads, grid, lambda _: ring_bytes, min(_REGISTERS, 65_536 // threads)
+        name,
+        attention,
+        threads,
+        grid,
+        lambda _: ring_bytes + 4 * _SET,
+        min(_REGISTERS, 65_536 // threads),
     )
