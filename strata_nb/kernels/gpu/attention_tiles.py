@@ -513,7 +513,7 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
             position = load_i64(positions + 8 * row)
             last, lowest = max(last, position), min(lowest, position)
             row += WARP
-        return end, i64(warp_max_i32(i32(last))), -i64(warp_max_i32(i32(-lowest)))
+        return end, warp_max_i32(i32(last)), i32(-warp_max_i32(i32(-lowest)))
 
     def clear(thread: int) -> None:
         while thread < _SET:
@@ -524,11 +524,11 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
         """Return the first cell that `sift` has noted, or one behind all."""
         found = shared_load_i32(ring_bytes + 4 * lane)
         found = min(found, shared_load_i32(ring_bytes + 4 * (lane + WARP)))
-        return -warp_max_i32(i32(-found))
+        return i32(-warp_max_i32(i32(-found)))
 
     def sets_of(run: int, last: int) -> Any:
         """Return how many sets of a run have cells that someone sees."""
-        return min(((last - (run << _RUN_SHIFT)) >> 4) + 1, _SETS)
+        return i32(min(((last - (run << _RUN_SHIFT)) >> 4) + 1, _SETS))
 
     def feed(
         run: int,
@@ -555,18 +555,17 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
             else:
                 start = first + _CHUNK * (number if behind < 0 else behind >> 1)
                 copy_keys(place, line, k_plane, start, last, thread)
-            number += 1
+            number = i32(number + 1)
             if number == 3 * sets:
-                number = 0
-                run += step
+                number, run = i32(0), i32(run + step)
         end_copies()
         return run, number
 
     def following(place: int) -> Any:
-        return place + place_bytes if place < ring_bytes - place_bytes else i64(0)
+        return i32(place + place_bytes) if place < ring_bytes - place_bytes else i32(0)
 
     def before(place: int) -> Any:
-        return place - place_bytes if place > 0 else i64(ring_bytes - place_bytes)
+        return i32(place - place_bytes) if place > 0 else i32(ring_bytes - place_bytes)
 
     def scores_of(queries: Any, even: int, odd: int, seen: Any, scales: Any) -> Any:
         return _judge_half(multiply(queries, even, odd, _no_sums()), seen, scales)
@@ -589,7 +588,7 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
         scale: Any,
     ) -> None:
         tile, kv_head, thread = i64(block_x()), i64(block_y()), i64(thread_index())
-        first_run, step = i64(block_z()), i64(blocks_z())
+        first_run, step = block_z(), blocks_z()
         await_previous()
         count, group = load_i64(rows), heads // kv_heads
         begin = pairs * tile // group
@@ -625,66 +624,63 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
         while begin < stop:
             end, last, lowest = span_of(sequences, positions, begin, stop, lane)
             line = blocks + 8 * table_width * load_i64(sequences + 8 * begin)
-            position, other_position = i64(-1), i64(-1)
+            position, other_position = i32(-1), i32(-1)
             if begin <= row and row < end:
-                position = load_i64(positions + 8 * row)
+                position = i32(load_i64(positions + 8 * row))
             if begin <= other_row and other_row < end:
-                other_position = load_i64(positions + 8 * other_row)
-            last_here = i64(warp_max_i32(i32(max(position, other_position))))
-            run, number, place = first_run, i64(0), i64(0)
+                other_position = i32(load_i64(positions + 8 * other_row))
+            last_here = warp_max_i32(i32(max(position, other_position)))
+            run, number, place = first_run, i32(0), i32(0)
             barrier()
             clear(thread)
             fed, number = feed(run, number, place, line, last, step, k_plane, v_plane, thread)
             fed, number = feed(
-                fed, number, i64(place_bytes), line, last, step, k_plane, v_plane, thread
+                fed, number, i32(place_bytes), line, last, step, k_plane, v_plane, thread
             )
             while run << _RUN_SHIFT <= last:
-                first = run << _RUN_SHIFT
+                first = i32(run << _RUN_SHIFT)
                 sets = sets_of(run, last)
-                best, of_set = (f32(_MINUS_INFINITY), f32(_MINUS_INFINITY)), i64(0)
+                best, of_set = (f32(_MINUS_INFINITY), f32(_MINUS_INFINITY)), i32(0)
                 while of_set < sets:
                     await_copies()
                     barrier()
                     fed, number = feed(
                         fed, number, before(place), line, last, step, k_plane, v_plane, thread
                     )
-                    start = first + _CHUNK * of_set
-                    ahead = last_here - start
-                    even, odd = place + keys_at + turn, place + keys_at - turn
-                    cell, half = start + 2 * t, 0
+                    start = i32(first + _CHUNK * of_set)
+                    ahead = i32(last_here - start)
+                    even, odd = i32(place + keys_at + turn), i32(place + keys_at - turn)
+                    cell, half = i32(start + 2 * t), 0
                     while half < 2 and ahead >= 0:
                         seen = i32(position - cell), i32(other_position - cell)
                         found = scores_of(queries, even, odd, seen, scales)
                         best = _largest(found[8:], _largest(found[:8], best))
-                        ahead -= _HALF
-                        cell += _HALF
-                        even += 32 * key_pitch
-                        odd += 32 * key_pitch
+                        ahead, cell = i32(ahead - _HALF), i32(cell + _HALF)
+                        even, odd = i32(even + 32 * key_pitch), i32(odd + 32 * key_pitch)
                         half += 1
                     place = following(place)
-                    of_set += 1
+                    of_set = i32(of_set + 1)
                 largest = _largest_of_quad(best[0]), _largest_of_quad(best[1])
                 best = _finite(largest[0]), _finite(largest[1])
 
-                sums, totals, of_set = no_results(), (f32(0.0), f32(0.0)), i64(0)
+                sums, totals, of_set = no_results(), (f32(0.0), f32(0.0)), i32(0)
                 while of_set < sets:
                     await_copies()
                     barrier()
                     fed, number = feed(
                         fed, number, before(place), line, last, step, k_plane, v_plane, thread
                     )
-                    start = first + _CHUNK * of_set
-                    ahead = last_here - start
+                    start = i32(first + _CHUNK * of_set)
+                    ahead = i32(last_here - start)
                     some, more = _no_weights(), _no_weights()
                     if ahead >= 0:
-                        even, odd = place + keys_at + turn, place + keys_at - turn
-                        cell = start + 2 * t
+                        even, odd = i32(place + keys_at + turn), i32(place + keys_at - turn)
+                        cell = i32(start + 2 * t)
                         seen = i32(position - cell), i32(other_position - cell)
                         found = scores_of(queries, even, odd, seen, scales)
                         some, of_these = _weigh(found, best, (f32(0.0), f32(0.0)))
                         if ahead >= _HALF:
-                            even += 32 * key_pitch
-                            odd += 32 * key_pitch
+                            even, odd = i32(even + 32 * key_pitch), i32(odd + 32 * key_pitch)
                             seen = i32(seen[0] - _HALF), i32(seen[1] - _HALF)
                             found = scores_of(queries, even, odd, seen, scales)
                             more, of_these = _weigh(found, best, of_these)
@@ -711,7 +707,7 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
                     if ahead >= 0:
                         sums = mix(place + values_at, some, more, ahead >= _HALF, sums)
                     place = following(place)
-                    of_set += 1
+                    of_set = i32(of_set + 1)
 
                 if position >= first:
                     store_values(results + 4 * (value_length * run + 16 * t), sums)
@@ -725,7 +721,7 @@ def tiles_attention_kernel(key_length: int, value_length: int, warps: int = WARP
                         at = maxima_of(other_results, room, value_length) + 4 * run
                         store_f32(at, largest[1])
                         store_f32(at + 4 * room, totals[1])
-                run += step
+                run = i32(run + step)
             begin = end
 
     def grid(given: Arguments, rows: int) -> Grid:
