@@ -43,7 +43,7 @@ def card_launches(
 
     pool   what it shares with the CPU, which then computes some of the missed experts of one row
     """
-    found = list(with_runs(program))
+    found = list(with_runs(program, rows))
     if rows > WINDOW_ROWS:
         found = list(with_batches(list(with_slices(found, rows)), rows))
     found = list(with_shares(with_routes(found, rows, pool)))
