@@ -643,9 +643,9 @@ class DeviceModel:
         with self._turn:
             self._settle()
             self._steps.return_loan()
+            self._residency.forget()
             self._counts.use[:] = 0
             self.arena.prior[:] = 0
-            self._residency.forget()
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""

@@ -238,12 +238,13 @@ class DeviceSteps:
             return self._refused(now, rows, how)
         for sequence in now.sequences:
             self._kv.advance(sequence, 1)
+        was_complete = self._arena.is_complete
         self._filling.landed(landed.addresses)
         if self._moves is not None:  # nothing is in flight
             moves, self._moves = self._moves, None
             self._residency.carry_out(moves)
             self._begin_ahead(windows, now, ahead, 0)
-        self._follow(landed, len(rows))
+        self._follow(landed, len(rows), was_complete=was_complete)
         if self._trace is not None and landed.routes is not None:
             self._trace.append(self._few.routes(landed.routes, len(rows)))
         if self._told is not None:
@@ -330,14 +331,17 @@ class DeviceSteps:
             self._pool is not None,
         )
 
-    def _follow(self, landed: Landed, rows: int) -> None:
-        """Tell policies of a window, and do what they want now or behind the window in flight."""
+    def _follow(self, landed: Landed, rows: int, *, was_complete: bool) -> None:
+        """Tell policies of a window, and do what they want now or behind the window in flight.
+
+        was_complete   every expert had a slot before it: who came in it was missed by it
+        """
         if landed.use is not None and landed.tally is not None:
             self._counts.use.receive().reshape(-1)[:] = landed.use
             self._counts.tally.receive()[:] = landed.tally
         moves = Moves([], [])
         if self._arena.usable_slots:
-            if landed.use is None or self._arena.is_complete:
+            if landed.use is None or was_complete:
                 self._residency.pass_over(rows)
             else:
                 moves = self._residency.decide(rows)

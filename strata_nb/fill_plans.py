@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import numpy as np
 
-MOST_OFFERED = 32  # slots, of a layer
+# Slots, of a layer: as many as two tokens of most models use. What a window was offered nobody else
+# is offered while it runs: more would leave too few for the window that begins meanwhile.
+MOST_OFFERED = 16
 MOST_LISTED = 64  # experts, of a layer
 NOT_LISTED = 1 << 30
 SHARE_BITS = 16

@@ -108,12 +108,16 @@ class Residency:
             self._insert(moves.inserted)
 
     def forget(self) -> None:
-        """Empty every slot, and let policies begin as with no profile; no work may be running."""
+        """Empty every slot, and let policies begin as with no profile; no work may be running.
+
+        The caller counts use from zero then.
+        """
         arena = self._arena
+        self._missed_bytes = self.missed_bytes
         for layer, expert in np.argwhere(arena.expert_tier == Tier.SLOT).tolist():
             arena.evict(layer, expert)
         arena.reclaim()
-        self._counted, self._unseen_rows = arena.use.copy(), 0
+        self._counted[:], self._unseen_rows = 0, 0
         self._of_batches[:] = 0
         self._came[:] = False
         unranked = np.full(arena.use.shape, -1, np.int32)
