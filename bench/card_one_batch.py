@@ -48,6 +48,7 @@ from strata_nb.kernels.gpu.launches import card_launches  # noqa: E402
 
 SEED = 1
 SPARE_CELLS = 64
+REPEATS = 5  # of a graph
 
 
 def main() -> None:
@@ -81,7 +82,7 @@ def _profiled(engine: Engine, rows: int, depth: int) -> dict[str, Any]:
 
     def seconds(some: Any) -> float:
         with ExitStack() as owner:
-            return statistics.median(TimedGraph(card, some, rows, owner).seconds())
+            return statistics.median(TimedGraph(card, some, rows, owner, REPEATS).seconds())
 
     with put_back(card):
         found = profile_window(launches, rows, 0, seconds)
