@@ -151,7 +151,9 @@ class DeviceFilling:
         """Let nobody come, or go to the CPU, in runs that are no windows, such as those that
         measure."""
         if self._places is not None and (plan := self._silent_plan(0)) is not None:
+            self._silent_share = None  # until it is sent: what comes between may end this
             self._backend.send(*plan)
+            self._silent_share = 0
 
     def _silent_plan(self, cpu_share: int) -> Sent | None:
         """Return what is sent so that nobody comes; None where the device has that plan."""

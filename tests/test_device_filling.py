@@ -237,6 +237,27 @@ def test_a_prompt_batch_gives_slots_by_no_old_plan_and_fills_free_ones_behind(sm
         assert found == write(begun(engine), LENGTH)
 
 
+def test_a_plan_that_was_not_sent_is_sent_again(small: Path) -> None:
+    with filling(small) as engine:
+        write(begun(engine), 4)
+        model = model_of(engine)
+        sent: list[int] = []
+
+        def breaks(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model._backend, "send", breaks)
+            with pytest.raises(KeyboardInterrupt):
+                model._steps._filling.silence()
+            patch.setattr(model._backend, "send", lambda address, _: sent.append(address))
+            model._steps._filling.silence()
+            model._steps._filling.silence()
+        assert model._filling_places is not None
+        assert sent == [model._filling_places.plan]
+        model._steps._filling._silent_share = None
+
+
 def test_runs_that_measure_give_no_slots(small: Path) -> None:
     with filling(small) as engine:
         model = model_of(engine)
