@@ -115,10 +115,11 @@ class ExpertStreaming:
     def has_loan(self) -> bool:
         return self._ledger.holdings().loan > 0
 
-    def begin(self, rows: int) -> None:
-        """Decide for a batch who comes; nothing is in flight, and the tables of experts are true.
+    def begin(self, rows: int) -> bool:
+        """Decide for a batch who comes, and return whether anybody does: else `bring` does nothing.
 
-        Raises DeviceLost. Where nothing can be borrowed, a line says so and nobody comes.
+        Nothing is in flight, and the tables of experts are true. Where nothing can be borrowed, a
+        line says so and nobody comes. Raises DeviceLost.
         """
         arena, experts = self._arena, self._arena.layout.experts
         is_worth_it = rows * self._top_k >= LEAST_CHOICES * experts and not arena.is_complete
@@ -132,6 +133,7 @@ class ExpertStreaming:
             reads[layer, [one.expert for one in coming]] = [one.target for one in coming]
         _write(self._tables.reads, reads)
         _write(self._tables.missed, np.where(arena.expert_tier == Tier.IN_PLACE, reads, 0))
+        return any(self._coming)
 
     @property
     def coming(self) -> npt.NDArray[np.bool_]:
