@@ -14,6 +14,7 @@ import pytest
 from device_world import SHAPE, load, opened, random_tokens, read, read_in, same_bits
 from make_model import make_model
 from streaming_backend import StreamingBackend
+from test_launch_ahead import engine_of, write
 
 from strata_nb import Engine, Options, Sampling
 from strata_nb.device_model import DeviceModel
@@ -246,6 +247,36 @@ def test_buffers_of_its_own_are_counted_and_nothing_is_borrowed(
             assert model.ledger.holdings() == before
             off = "loans to prompts (--no-prefill-borrow)"
             assert (off in model.off) == (device == FULL)
+
+
+def test_tokens_behind_prompts_are_the_same_however_many_slots_there_are(
+    model_file: Path,
+) -> None:
+    found = []
+    for cache in ("100%", "40%", "3"):
+        with engine_of(model_file, ROOMY, StreamingBackend, prefill=64, expert_cache=cache) as one:
+            texts = []
+            for rows in (100, 64, 5):  # a second prompt, which begins with a batch of few rows
+                with one.open_session() as session:
+                    session.extend(random_tokens(rows, rows))
+                    write(session, 10)
+                    session.extend(random_tokens(60, rows))
+                    write(session, 10)
+                    texts.append(session.ids)
+            found.append(texts)
+            report = one.describe()
+            assert (report.streamed > 0) == (cache != "100%")
+            assert report.bytes_by_owner["loan"] == 0
+    assert found == found[:1] * 3
+
+
+def test_a_device_says_how_many_rows_a_prompt_batch_has(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StreamingBackend, "usual_rows", 40)
+    for prefill, rows in (("auto", 40), (64, 64)):
+        with engine_of(model_file, ROOMY, StreamingBackend, prefill=prefill) as engine:
+            assert engine.prefill_rows == rows
 
 
 def test_several_texts_share_a_batch(model_file: Path) -> None:
