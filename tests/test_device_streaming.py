@@ -115,7 +115,7 @@ def test_each_blob_crosses_the_link_once_a_batch(
 
 def test_a_batch_of_few_rows_reads_experts_in_place(model_file: Path) -> None:
     with streams(model_file, expert_cache="0") as model:
-        for rows, comes in ((42, False), (43, True)):  # of 16 experts with 3 choices a row
+        for rows, comes in ((63, False), (64, True)):  # of 16 experts with 3 choices a row
             read_in(model, IDS[:rows], rows)
             assert (streaming_of(model).streamed > 0) == comes
             assert streaming_of(model).has_loan == comes
@@ -256,7 +256,7 @@ def test_tokens_behind_prompts_are_the_same_however_many_slots_there_are(
     for cache in ("100%", "40%", "3"):
         with engine_of(model_file, ROOMY, StreamingBackend, prefill=64, expert_cache=cache) as one:
             texts = []
-            for rows in (100, 64, 5):  # a second prompt, which begins with a batch of few rows
+            for rows in (100, 64, 5):
                 with one.open_session() as session:
                     session.extend(random_tokens(rows, rows))
                     write(session, 10)
@@ -282,7 +282,7 @@ def test_a_device_says_how_many_rows_a_prompt_batch_has(
 def test_several_texts_share_a_batch(model_file: Path) -> None:
     with streams(model_file, expert_cache="50%") as model:
         sequences = [model.open_sequence(), model.open_sequence()]
-        rows = [Row(s, token, True) for s in sequences for token in IDS[:30]]
+        rows = [Row(s, token, True) for s in sequences for token in IDS[:32]]
         first, second = np.split(model.step(rows), 2)
         assert streaming_of(model).streamed > 0
         assert same_bits(first, second)
