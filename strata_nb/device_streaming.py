@@ -37,8 +37,8 @@ from strata_nb.progress import Say
 from strata_nb.shared_tables import SharedTable
 
 # Choices for each expert of a layer, from which on copying all who are missing is quicker than
-# reading in place who is chosen. On an H200, with 128 experts of which a row chooses 8, both are the
-# same at 16 choices with half of the experts in slots, and at 8 with 3% of them.
+# reading in place who is chosen. On an H200, with 128 experts of which a row chooses 8, both take
+# the same time at 16 choices with half of the experts in slots, and at 8 with 3% of them.
 LEAST_CHOICES = 12
 LAYERS_AT_ONCE = 2  # whose missing experts have places: one is computed, one comes
 
