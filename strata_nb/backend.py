@@ -36,6 +36,7 @@ from strata_nb.tracing import Recorder, RecordingDriver
 
 if TYPE_CHECKING:
     from strata_nb.card_profile import WindowProfile
+    from strata_nb.kernels.gpu.pooled import PoolPlaces
 
 # That are read to measure the host's memory, more than caches hold; where memory is short, less.
 PLAIN_READ_BYTES, PLAIN_READ_LEAST = 1 << 30, 128 << 20
@@ -82,6 +83,7 @@ class Backend(Protocol[Prepared]):
                 programs are prepared
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
     fills       whether programs give missed experts slots (`cache/filling.py`); else the host does
+    pools       whether programs can leave missed experts to the CPU (`device_pool.py`)
     attends_in_runs   whether attention needs work space for runs of cells (`kernels/runs.py`)
     outside_bytes   of the device that the ledger leaves alone: its driver needs them for itself
     reserve_bytes   of the device that stay free for others where nothing else is asked for
@@ -125,6 +127,9 @@ class Backend(Protocol[Prepared]):
     def fills(self) -> bool: ...
 
     @property
+    def pools(self) -> bool: ...
+
+    @property
     def attends_in_runs(self) -> bool: ...
 
     @property
@@ -141,6 +146,15 @@ class Backend(Protocol[Prepared]):
 
     def packed_row_bytes(self, values: int) -> int:
         """Return the bytes of a quantised row of activations."""
+
+    def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
+        """Let programs leave missed experts of a single row to the CPU; return what they share.
+
+        For all programs that are compiled and prepared afterwards; only where `pools` is true.
+
+        width        of the rows that experts read and give
+        idle_bytes   of eight rows of the largest down
+        """
 
     def compile(
         self,
@@ -225,7 +239,7 @@ class HostBackend:
 
     device = 0
     of_host, most_rows, usual_rows = True, None, DEFAULT_PREFILL_ROWS
-    chooses_tokens = attends_in_runs = batches_apart = fills = False
+    chooses_tokens = attends_in_runs = batches_apart = fills = pools = False
     gathers_rows = True
     outside_bytes = reserve_bytes = 0
     overlaps = False
@@ -251,6 +265,9 @@ class HostBackend:
 
     def packed_row_bytes(self, values: int) -> int:
         return row_bytes(values)
+
+    def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
+        raise AssertionError("the host computes all experts itself")
 
     def compile(
         self,

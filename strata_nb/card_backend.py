@@ -36,11 +36,14 @@ from strata_nb.card_profile import WindowProfile, profile_window
 from strata_nb.driver import OUTSIDE_BYTES, RESERVE_BYTES
 from strata_nb.errors import DriverError, StrataError, UnsupportedDevice
 from strata_nb.execution import Driver, ProgramDriver
+from strata_nb.kernels import mailbox
 from strata_nb.kernels.gpu.batches import WINDOW_ROWS
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.gpu.pooled import PoolPlaces
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES, plain_read_launch
+from strata_nb.kernels.pool_state import WORDS
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.plain_read import PlainRead
@@ -137,7 +140,7 @@ class CardBackend:
 
     overlaps = True  # kernels begin while the one in front of them ends, on cards that can
     has_slots, of_host, most_rows, usual_rows = True, False, MOST_ROWS, USUAL_ROWS
-    chooses_tokens = attends_in_runs = batches_apart = fills = True
+    chooses_tokens = attends_in_runs = batches_apart = fills = pools = True
     gathers_rows = False
     outside_bytes, reserve_bytes = OUTSIDE_BYTES, RESERVE_BYTES
 
@@ -159,6 +162,7 @@ class CardBackend:
         self._most_shared: dict[str, int] = {}  # bytes that a kernel's blocks may have
         self._shared: list[_Shared] = []
         self._has_run = False  # since the last `wait`
+        self._pool: PoolPlaces | None = None
         self.driver: Driver = driver
         try:
             if recorder is not None:
@@ -176,6 +180,15 @@ class CardBackend:
 
     # Programs.
 
+    def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
+        box_bytes, state_bytes = mailbox.box_bytes(width), -(-8 * WORDS // 256) * 256
+        box = self._card.allocate_host(box_bytes)
+        memory_view(box, box_bytes)[:] = 0
+        state = self._card.allocate(state_bytes + idle_bytes, self.device)
+        self.send(state, np.zeros(state_bytes + idle_bytes, np.uint8))
+        self._pool = PoolPlaces(box, state, state + state_bytes)
+        return self._pool
+
     def compile(
         self,
         programs: Sequence[Program],
@@ -187,7 +200,7 @@ class CardBackend:
         wanted: dict[str, Wanted] = {}
         for program in programs:
             for rows in _sizes(batch_rows):
-                for one in card_launches(program, rows):
+                for one in card_launches(program, rows, self._pool):
                     one.grid(rows)  # refused before a model is loaded
                     if one.kernel.name not in self._machine:
                         wanted[one.kernel.name] = (one.kernel, one.kinds)
@@ -213,7 +226,7 @@ class CardBackend:
 
     def _graph(self, piece: Program, rows: int) -> int:
         """Return an executable graph of a piece of a program."""
-        launches = card_launches(piece, rows)
+        launches = card_launches(piece, rows, self._pool)
         for one in launches:
             self._load(one.kernel, one.shared_bytes)
         graph = self._captured(launches, rows)
@@ -324,7 +337,7 @@ class CardBackend:
         until the part is there. The programs run again and again, with what the last step had sent;
         what they count is put back.
         """
-        launches = [one for program in programs for one in card_launches(program, rows)]
+        launches = [one for program in programs for one in card_launches(program, rows, self._pool)]
         self.wait()
         self._send_tables()
         try:

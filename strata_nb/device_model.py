@@ -38,6 +38,14 @@ from strata_nb.cache.residency import Residency
 from strata_nb.cache.routing import RoutingTrace, forced_routes
 from strata_nb.cache.slots import SlotLayout
 from strata_nb.device_filling import DeviceFilling, FillingPlaces
+from strata_nb.device_pool import (
+    DevicePool,
+    Served,
+    open_device_pool,
+    pool_layers,
+    pool_places,
+    why_no_pool,
+)
 from strata_nb.device_steps import DeviceSteps, SharedCounts
 from strata_nb.device_streaming import BatchTables, ExpertStreaming
 from strata_nb.errors import ConfigError, DeviceLost
@@ -60,6 +68,7 @@ from strata_nb.tracing import Announce
 
 if TYPE_CHECKING:
     from strata_nb.card_profile import WindowProfile
+    from strata_nb.kernels.gpu.pooled import PoolPlaces
 
 SEQUENCES = 16  # rows of the block table
 HEAD_ROWS = 32  # whose logits are computed at a time: 20 MB for a vocabulary of 150,000
@@ -122,6 +131,7 @@ class DeviceModel:
         self._forced: npt.NDArray[np.int16] | None = None  # (layers, context, top_k)
         self._prior: Profile | None = None
         self._announce = announce
+        self._pool: DevicePool | None = None
         sizes = _measure(file, description, options, ctx_size)
         with ExitStack() as undo:
             self._open(file, options, ctx_size, sizes, progress, compiling, say, undo)
@@ -165,6 +175,14 @@ class DeviceModel:
             )
             plan = plan_device(driver, device, needs)
         self.warnings += device_needs.reach_warnings(plan)
+        misses = backend.pools and plan.most_slots < model.layers * model.experts
+        pool: PoolPlaces | None = None
+        if misses and sizes.experts is not None:
+            reason = why_no_pool(options, backend, sizes.experts.parts)
+            if reason is None:
+                pool = pool_places(backend, model, sizes.experts.parts)
+            else:
+                self.off.append(f"experts computed by the CPU ({reason})")
         backend.compile([measured.body, measured.head, measured.choice], compiling, say)
         if batch is not None:
             backend.compile([batch.body], compiling, say, batch_rows=batch.max_rows)
@@ -278,10 +296,17 @@ class DeviceModel:
             streaming,
             self._trace,
             None if self._announce is None else self._tell_step,
+            pool_state=pool.state if pool is not None else 0,
             vocabulary=model.vocab_size,
             top_k=model.top_k,
         )
         self._fill(loaded)
+        if pool is not None and sizes.experts is not None:
+            sizes_of = (model.width, model.expert_width)
+            layers = pool_layers(sizes.experts.parts, *sizes_of, self.arena.homes)
+            self._pool = open_device_pool(backend, pool, layers, options, model.top_k, say)
+            undo.callback(self._pool.close)
+            self._steps.use_pool(self._pool)
         if backend.has_slots:
             self.warnings += device_room.keep_free(self.ledger, say)
             experts = model.layers * model.experts
@@ -571,6 +596,7 @@ class DeviceModel:
         hits, misses = self.arena.tally.tolist()
         moved = self._residency
         missed_bytes = moved.missed_bytes if self._backend.has_slots else 0
+        served = self._pool.served() if self._pool is not None else Served(0, 0, 0.0)
         return ModelReport(
             (device,),
             hits,
@@ -578,9 +604,12 @@ class DeviceModel:
             moved.inserted,
             moved.inserted_bytes,
             missed_bytes,
-            missed_bytes + moved.copied_bytes,
+            max(0, missed_bytes - served.bytes) + moved.copied_bytes,
             self.arena.filled,
             *self._steps.streamed,
+            served.experts,
+            served.bytes,
+            served.waited_s,
         )
 
     def look(self) -> Look:
@@ -614,9 +643,9 @@ class DeviceModel:
         with self._turn:
             self._settle()
             self._steps.return_loan()
+            self._residency.forget()
             self._counts.use[:] = 0
             self.arena.prior[:] = 0
-            self._residency.forget()
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""

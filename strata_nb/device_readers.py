@@ -76,6 +76,17 @@ class Reader:
             self._backend.fetch(self._programs.chosen[0], words)
         return self.routes(words, rows)
 
+    def latest(self, rows: int, most: int) -> npt.NDArray[np.int64]:
+        """Return the experts that the last of `rows` rows used, `most` of them or fewer.
+
+        int64 (rows, layers, top_k), as `chosen`, without fetching what the others used.
+        """
+        chosen, count = self._programs.chosen, min(rows, most)
+        routes = np.empty((len(chosen), count, self._top_k), np.int64)
+        for layer, address in enumerate(chosen):
+            self._backend.fetch(address + 8 * self._top_k * (rows - count), routes[layer])
+        return routes.swapaxes(0, 1)
+
     @property
     def route_words(self) -> int:
         """How many words there are from the first layer's routes to the end of the last one's."""

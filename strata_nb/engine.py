@@ -58,6 +58,8 @@ class Report:
     link_bytes        that devices took from host memory for experts: by misses, and by copies
     filled            missed experts that a card brought to slots itself, on their way
     streamed, streamed_bytes   missed experts that were copied for prompt batches, and their bytes
+    cpu_experts, cpu_bytes   missed experts that the CPU computed instead, and their bytes
+    cpu_wait_s        that the card waited for it
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the devices' memory
     """
@@ -75,6 +77,9 @@ class Report:
     filled: int
     streamed: int
     streamed_bytes: int
+    cpu_experts: int
+    cpu_bytes: int
+    cpu_wait_s: float
     kv_cells: int
     bytes_by_owner: dict[str, int]
 
@@ -332,6 +337,9 @@ class Engine:
             report.filled,
             report.streamed,
             report.streamed_bytes,
+            report.cpu_experts,
+            report.cpu_bytes,
+            report.cpu_wait_s,
             sum(device.kv_cells for device in report.devices),
             owners,
         )
@@ -454,11 +462,15 @@ class Engine:
         sampling: Sampling | None = None,
         stop: Sequence[str] | None = None,
         ignore_eos: bool = False,
+        progress: Progress | None = None,
     ) -> Generation:
-        """Continue `ids` in a fresh session; see `Session.generate`. The prompt is read at once."""
+        """Continue `ids` in a fresh session; see `Session.generate`. The prompt is read at once.
+
+        `progress` is that of `Session.extend`.
+        """
         session = self.open_session()
         try:
-            session.extend(ids)
+            session.extend(ids, progress)
         except BaseException:
             session.close()  # and not when the error is forgotten, which holds it until then
             raise
