@@ -17,6 +17,7 @@ from streaming_backend import StreamingBackend
 from test_launch_ahead import engine_of, write
 
 from strata_nb import Engine, Options, Sampling
+from strata_nb.commands.reading import _from_host_memory
 from strata_nb.device_model import DeviceModel
 from strata_nb.device_streaming import ExpertStreaming, ring_bytes
 from strata_nb.errors import DriverError
@@ -255,7 +256,7 @@ def test_tokens_behind_prompts_are_the_same_however_many_slots_there_are(
     found = []
     for cache in ("100%", "40%", "3"):
         with engine_of(model_file, ROOMY, StreamingBackend, prefill=64, expert_cache=cache) as one:
-            texts = []
+            first, texts = one.describe(), []
             for rows in (100, 64, 5):
                 with one.open_session() as session:
                     session.extend(random_tokens(rows, rows))
@@ -266,6 +267,8 @@ def test_tokens_behind_prompts_are_the_same_however_many_slots_there_are(
             found.append(texts)
             report = one.describe()
             assert (report.streamed > 0) == (cache != "100%")
+            said = _from_host_memory(first, report, 1.0)
+            assert said.endswith(" experts streamed") == (cache != "100%")
             assert report.bytes_by_owner["loan"] == 0
     assert found == found[:1] * 3
 
