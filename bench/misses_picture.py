@@ -66,7 +66,7 @@ def picture(
             f'fill="{MARKS[row["phase"]]}"><title>{escape(name)}</title></circle>'
         )
         if row["phase"] != "hits":
-            label = f"{row['percent']}% {row['adapt'] if len(ways) > 1 else ''}"
+            label = f"{row['percent']}%" + (f" {row['adapt']}" if len(ways) > 1 else "")
             parts.append(_text(x(hit_rate), y(rate) - 8, label, anchor="middle", size=10))
     parts.append(_line(LEFT, HEIGHT - 14, LEFT + 24, HEIGHT - 14, "#555", dash="6 4"))
     parts.append(_text(LEFT + 30, HEIGHT - 10, "what the link allows"))
