@@ -324,6 +324,7 @@ def test_prompts_are_measured_at_budgets_depths_and_until_the_first_token(
 
 def test_a_long_run_is_measured_topic_by_topic(run: Programs, small: str) -> None:
     words = ("--device=host:1x64MiB", "--slots=50", "--texts=3", "--topics=2", "--topic=8")
+    words += ("--deterministic",)
     found = run(card_long, small, *words)
     assert found["same_tokens"]
     assert found["tokens"] == 3 * 2 * 8
