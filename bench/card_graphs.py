@@ -45,18 +45,24 @@ def card_of(engine: Engine) -> CardBackend:
 class TimedGraph:
     """Hold a graph of launches that is captured once, and replay it.
 
-    rows    of its launches
-    owner   ends it
+    rows      of its launches
+    owner     ends it
+    replays   that count
     """
 
     def __init__(
-        self, card: CardBackend, launches: Sequence[CardLaunch], rows: int, owner: ExitStack
+        self,
+        card: CardBackend,
+        launches: Sequence[CardLaunch],
+        rows: int,
+        owner: ExitStack,
+        replays: int = REPLAYS,
     ) -> None:
         for one in launches:
             card._load(one.kernel, one.shared_bytes)
         self._card = card
         self._executable = card._executable(launches, rows, owner)
-        self._events = [card._timed_event(owner) for _ in range(REPLAYS + 1)]
+        self._events = [card._timed_event(owner) for _ in range(replays + 1)]
 
     def seconds(self) -> list[float]:
         """Return the seconds of each replay, behind one that is not counted."""

@@ -375,11 +375,16 @@ def left_over(before: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("device", ["host", "reference"])
-def test_a_device_whose_kernels_never_overlap_says_so(
-    run: Console, model: str, device: str
+@pytest.mark.parametrize(
+    ("flag", "does_not"),
+    [
+        ("--no-overlap", "begins no kernel before another has ended"),
+        ("--no-prefill-borrow", "borrows nothing for prompts"),
+    ],
+)
+def test_a_device_without_what_a_flag_turns_off_says_so(
+    run: Console, model: str, device: str, flag: str, does_not: str
 ) -> None:
-    status, _, err = run(
-        "generate", "-m", model, "hello", *GREEDY, "--device", device, "--no-overlap"
-    )
+    status, _, err = run("generate", "-m", model, "hello", *GREEDY, "--device", device, flag)
     assert status == 2
-    assert err.startswith(f"strata_nb: --no-overlap: the device {device} begins no kernel before")
+    assert err.startswith(f"strata_nb: {flag}: the device {device} {does_not}")

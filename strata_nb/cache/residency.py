@@ -51,6 +51,7 @@ class Residency:
         self._say = say
         self._failing = False  # since the last copy: then it was said
         self._counted = arena.use.copy()  # the use that policies know of
+        self._of_batches = np.zeros_like(arena.use)  # of it, behind that: bytes of it are counted
         self._unseen_rows = 0  # tokens that they do not know of
         classes = np.array(layout.class_of_layer)
         self._layers = [np.flatnonzero(classes == number) for number in range(len(layout.classes))]
@@ -74,7 +75,9 @@ class Residency:
         evicted: list[tuple[int, int]] = []
         inserted: list[tuple[int, int]] = []
         in_slots = arena.expert_tier == Tier.SLOT
-        self._missed_bytes += self._bytes_of_missed(used)
+        of_windows = np.maximum(used - self._of_batches, 0)
+        self._missed_bytes += self._bytes_of_missed(of_windows)
+        self._of_batches[:] = 0
         self._came = np.zeros_like(in_slots)
         for layers, policy in zip(self._layers, self._policies, strict=True):
             resident, slots = in_slots[layers], self._slots(layers)
@@ -105,12 +108,17 @@ class Residency:
             self._insert(moves.inserted)
 
     def forget(self) -> None:
-        """Empty every slot, and let policies begin as with no profile; no work may be running."""
+        """Empty every slot, and let policies begin as with no profile; no work may be running.
+
+        The caller counts use from zero then.
+        """
         arena = self._arena
+        self._missed_bytes = self.missed_bytes
         for layer, expert in np.argwhere(arena.expert_tier == Tier.SLOT).tolist():
             arena.evict(layer, expert)
         arena.reclaim()
-        self._counted, self._unseen_rows = arena.use.copy(), 0
+        self._counted[:], self._unseen_rows = 0, 0
+        self._of_batches[:] = 0
         self._came[:] = False
         unranked = np.full(arena.use.shape, -1, np.int32)
         self._policies = [self._make(unranked[layers]) for layers in self._layers]
@@ -123,13 +131,25 @@ class Residency:
         """
         self._unseen_rows += rows
 
+    def note_batch(self, used: npt.NDArray[np.int64], streamed: Mask) -> None:
+        """Count the bytes that a prompt batch took from host memory; policies hear of it later.
+
+        used       (layers, experts): how often the batch chose each
+        streamed   the same of bool: who was copied for it, used or not
+        """
+        missed = (self._arena.expert_tier == Tier.IN_PLACE) & (used > 0)
+        self._missed_bytes += int(np.count_nonzero(missed | streamed, axis=1) @ self._blob_bytes)
+        self._of_batches += used
+
     @property
     def missed_bytes(self) -> int:
-        """Bytes of experts that steps used and that had no slot when they began, for each choice.
+        """Bytes of experts that steps used and that had no slot when they began: for each choice of
+        a window, and of a prompt batch, whose rows share what is read, once for each expert.
 
         Policies are told nothing of steps while there are no slots, or one for each expert.
         """
-        return self._missed_bytes + self._bytes_of_missed(self._arena.use - self._counted)
+        unseen = self._arena.use - self._counted - self._of_batches
+        return self._missed_bytes + self._bytes_of_missed(unseen)
 
     def _bytes_of_missed(self, used: npt.NDArray[np.int64]) -> int:
         """Return the bytes of experts that the last step used and missed; nobody left whom it

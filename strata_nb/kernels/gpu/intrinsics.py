@@ -240,6 +240,9 @@ shared_load_2xi32 = Intrinsic(
 shared_load_2xf32 = Intrinsic(
     "shared_load_2xf32", "2xf32(i64)", body=_load_vector(2, "f32", _shared, constant=False)
 )
+shared_load_4xi32 = Intrinsic(
+    "shared_load_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", _shared, constant=False)
+)
 shared_load_4xf32 = Intrinsic(
     "shared_load_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _shared, constant=False)
 )
@@ -248,6 +251,67 @@ shared_store_i32 = Intrinsic("shared_store_i32", "void(i64, i32)", body=_store("
 shared_store_i64 = Intrinsic("shared_store_i64", "void(i64, i64)", body=_store("i64", _shared))
 shared_store_4xi32 = Intrinsic(
     "shared_store_4xi32", "void(i64, i32, i32, i32, i32)", body=_store_vector(4, "i32", _shared)
+)
+
+
+# Copies of 16, 8 or 4 bytes of memory that nothing writes into shared memory: to an offset, from an
+# address, both multiples of the size. They are there behind `await_copies`, of other threads behind
+# a barrier too. A thread waits for all that it asked for; or, with `await_older_copies`, for all
+# groups, which `end_copies` ends, but the last one. Cards before 8.0 copy at once.
+
+
+def _nvidia_copy(size: int) -> Emit:
+    """Emit a copy that goes on beside the thread; targets before 8.0 load and store."""
+    words = [f"w{number}" for number in range(size // 4)]
+    vector = f".v{len(words)}" if len(words) > 1 else ""
+    several = f"{{{', '.join(words)}}}" if len(words) > 1 else words[0]
+    older = (
+        f"{{ .reg .b32 {', '.join(words)}; ld.global{vector}.b32 {several}, [$1]; "
+        f"st.shared{vector}.b32 [$0], {several}; }}"
+    )
+    newer = f"cp.async.{'cg' if size == 16 else 'ca'}.shared.global [$0], [$1], {size};"
+    text, constraints = by_age(80, newer, [older], "r,l,~{memory}")
+
+    def emit(builder: Any, arguments: list[Any]) -> None:
+        ir = _ir()
+        offset, address = arguments
+        place = builder.ptrtoint(_shared(builder, offset, llvm_type("i32")), llvm_type("i32"))
+        kind = ir.FunctionType(ir.VoidType(), [place.type, address.type])
+        builder.call(ir.InlineAsm(kind, _escaped(text), constraints, True), [place, address])
+
+    return emit
+
+
+def _escaped(text: str) -> str:
+    """Return the text of an inline assembly of several lines as LLVM reads it."""
+    return text.replace("\n", "\\0A").replace("\t", "\\09")
+
+
+def _amd_copy(size: int) -> Emit:
+    def emit(builder: Any, arguments: list[Any]) -> None:
+        offset, address = arguments
+        kind = _ir().VectorType(llvm_type("i32"), size // 4)
+        found = builder.load(_global(builder, address, kind), align=size)
+        builder.store(found, _shared(builder, offset, kind), align=size)
+
+    return emit
+
+
+def _copy(size: int) -> Intrinsic:
+    return Intrinsic(
+        f"copy_{size}", "void(i64, i64)", ptx=_nvidia_copy(size), amdgpu=_amd_copy(size)
+    )
+
+
+copy_16, copy_8, copy_4 = _copy(16), _copy(8), _copy(4)
+await_copies = Intrinsic(
+    "await_copies", "void()", ptx=since(80, "cp.async.wait_all;", ""), amdgpu=_nothing
+)
+end_copies = Intrinsic(
+    "end_copies", "void()", ptx=since(80, "cp.async.commit_group;", ""), amdgpu=_nothing
+)
+await_older_copies = Intrinsic(
+    "await_older_copies", "void()", ptx=since(80, "cp.async.wait_group 1;", ""), amdgpu=_nothing
 )
 
 
@@ -338,6 +402,69 @@ prefetch = Intrinsic(
     "void(i64, i32)",
     ptx=since(90, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r"),
     amdgpu=_nothing,
+)
+
+
+# -- with the host ---------------------------------------------------------------------------------
+#
+# Host and card exchange words of memory that both have mapped. Who has written all that a word
+# stands for stores it; who has loaded it sees all that. Behind a barrier that holds for the whole
+# block, before the store and after the load.
+
+
+def _amd_load_system(builder: Any, arguments: list[Any]) -> Any:
+    place = _global(builder, arguments[0], llvm_type("i64"))
+    return builder.load_atomic(place, "acquire", 8)
+
+
+def _amd_store_system(builder: Any, arguments: list[Any]) -> None:
+    place = _global(builder, arguments[0], llvm_type("i64"))
+    builder.store_atomic(arguments[1], place, "release", 8)
+
+
+load_system_i64 = Intrinsic(
+    "load_system_i64",
+    "i64(i64)",
+    ptx=("ld.acquire.sys.global.s64 $0, [$1];", "=l,l,~{memory}"),
+    amdgpu=_amd_load_system,
+)
+store_system_i64 = Intrinsic(
+    "store_system_i64",
+    "void(i64, i64)",
+    ptx=("st.release.sys.global.s64 [$0], $1;", "l,l,~{memory}"),
+    amdgpu=_amd_store_system,
+)
+
+_AMD_REAL_TIME = 0x83  # a message that asks for the time, in ticks of 10 nanoseconds
+_AMD_TICK_NS = 10
+
+
+def _amd_nanoseconds(builder: Any, _: list[Any]) -> Any:
+    ir = _ir()
+    message = ir.Constant(ir.IntType(32), _AMD_REAL_TIME)
+    ticks = _call("llvm.amdgcn.s.sendmsg.rtn.i64", "i64(i32)")(builder, [message])
+    return builder.mul(ticks, ir.Constant(ir.IntType(64), _AMD_TICK_NS))
+
+
+# A time, the same for the whole card, that moves on in steps of a microsecond or less.
+nanoseconds = Intrinsic(
+    "nanoseconds",
+    "i64()",
+    ptx=("mov.u64 $0, %globaltimer;", "=l,~{memory}"),
+    amdgpu=_amd_nanoseconds,
+)
+
+
+def _same(_: Any, arguments: list[Any]) -> Any:
+    return arguments[0]
+
+
+# A value that is computed here once: compilers compute what is cheap again where a loop uses it.
+once_i32 = Intrinsic(
+    "once_i32", "i32(i32)", ptx=("mov.b32 $0, $1;", "=r,r,~{memory}"), amdgpu=_same
+)
+once_i64 = Intrinsic(
+    "once_i64", "i64(i64)", ptx=("mov.b64 $0, $1;", "=l,l,~{memory}"), amdgpu=_same
 )
 
 
@@ -545,6 +672,8 @@ even_bytes = BytesOf("even_bytes", (0, 2, 4, 6))
 odd_bytes = BytesOf("odd_bytes", (1, 3, 5, 7))
 low_bytes_in_turn = BytesOf("low_bytes_in_turn", (0, 4, 1, 5))
 high_bytes_in_turn = BytesOf("high_bytes_in_turn", (2, 6, 3, 7))
+low_halves = BytesOf("low_halves", (0, 1, 4, 5))
+high_halves = BytesOf("high_halves", (2, 3, 6, 7))
 
 
 def _levels(permute: str, emit: Callable[[Any, Any, list[Any]], tuple[Any, Any]]) -> Emit:
@@ -706,6 +835,11 @@ def _half_of_float(builder: Any, arguments: list[Any]) -> Any:
     return builder.zext(builder.bitcast(half, ir.IntType(16)), ir.IntType(32))
 
 
+def _two_halves_of_floats(builder: Any, arguments: list[Any]) -> Any:
+    first, second = (_half_of_float(builder, [one]) for one in arguments)
+    return builder.or_(first, builder.shl(second, _ir().Constant(_ir().IntType(32), 16)))
+
+
 def _amd_nearest(builder: Any, arguments: list[Any]) -> Any:
     rounded = _call("llvm.rint.f32", "f32(f32)")(builder, arguments)
     return builder.fptosi(rounded, llvm_type("i32"))
@@ -725,6 +859,20 @@ half_of_f32 = Intrinsic(
     "i32(f32)",
     ptx=("{ .reg .b16 h; cvt.rn.f16.f32 h, $1; cvt.u32.u16 $0, h; }", "=r,f"),
     amdgpu=_half_of_float,
+)
+# The halves nearest to two floats, as a word.
+halves_of_f32 = Intrinsic(
+    "halves_of_f32",
+    "i32(f32, f32)",
+    ptx=by_age(
+        80,
+        "cvt.rn.f16x2.f32 $0, $2, $1;",
+        [
+            "{ .reg .b16 a, b; cvt.rn.f16.f32 a, $1; cvt.rn.f16.f32 b, $2; mov.b32 $0, {a, b}; }",
+        ],
+        "=r,f,f",
+    ),
+    amdgpu=_two_halves_of_floats,
 )
 # The integer nearest to a float, ties to even; it must fit.
 nearest_i32 = Intrinsic(
@@ -890,8 +1038,7 @@ def _nvidia_byte_mma(columns: int) -> Emit:
         ir = _ir()
         kind = ir.FunctionType(llvm_type("4xi32"), [one.type for one in arguments])
         text, constraints = _byte_mma(columns)
-        text = text.replace("\n", "\\0A").replace("\t", "\\09")
-        code = ir.InlineAsm(kind, text, constraints, True)
+        code = ir.InlineAsm(kind, _escaped(text), constraints, True)
         return builder.call(code, arguments, attrs=("convergent",))  # all lanes together, or none
 
     return emit
@@ -900,9 +1047,10 @@ def _nvidia_byte_mma(columns: int) -> Emit:
 def _amd_byte_mma(columns: int) -> Emit:
     """Fetch the words of A and B from the lanes that have them, and multiply byte by byte."""
 
-    def emit(builder: Any, arguments: list[Any]) -> Any:
+    halves = columns // 16
+
+    def multiply(builder: Any, arguments: list[Any]) -> Any:
         ir = _ir()
-        halves = columns // 16
         a, b, sums = arguments[: 2 * halves], arguments[2 * halves : 3 * halves], arguments[-4:]
 
         def constant(value: int) -> Any:
@@ -925,6 +1073,20 @@ def _amd_byte_mma(columns: int) -> Emit:
             found = builder.insert_value(found, one, number)
         return found
 
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        # Kernels multiply in many places: this is a function of its own, so that code stays small.
+        ir, module = _ir(), builder.module
+        name = f"strata_product_{columns}"
+        function = module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(llvm_type("4xi32"), [one.type for one in arguments])
+            function = ir.Function(module, kind, name)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            inner = ir.IRBuilder(function.append_basic_block())
+            inner.ret(multiply(inner, list(function.args)))
+        return builder.call(function, arguments)
+
     return emit
 
 
@@ -939,4 +1101,43 @@ mma_16x8x16 = Intrinsic(
     "4xi32(i32, i32, i32, i32, i32, i32, i32)",
     ptx=_nvidia_byte_mma(16),
     amdgpu=_amd_byte_mma(16),
+)
+
+
+# Four blocks of eight rows of 16 bytes, of which lanes give the offsets in shared memory: lane
+# 8 * n + r that of row r of block n. Of each block lane 4 * g + t gets word t of row g: its words
+# of A and B above.
+
+
+def _nvidia_matrices(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    place = builder.ptrtoint(_shared(builder, arguments[0], llvm_type("i32")), llvm_type("i32"))
+    kind = ir.FunctionType(llvm_type("4xi32"), [place.type])
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    code = ir.InlineAsm(kind, text, "=r,=r,=r,=r,r,~{memory}", True)
+    return builder.call(code, [place], attrs=("convergent",))  # all lanes together, or none
+
+
+def _amd_matrices(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    word, wide = llvm_type("i32"), llvm_type("i64")
+
+    def constant(value: int) -> Any:
+        return ir.Constant(word, value)
+
+    lane = _amd_lane(builder)
+    first = builder.and_(lane, constant(-WARP))
+    row = builder.add(first, builder.lshr(builder.and_(lane, constant(WARP - 1)), constant(2)))
+    column = builder.shl(builder.and_(lane, constant(3)), constant(2))
+    offset = builder.trunc(arguments[0], word)
+    found = ir.Constant(llvm_type("4xi32"), ir.Undefined)
+    for number in range(4):
+        place = builder.add(_amd_word_of(builder, offset, row, 8 * number), column)
+        one = builder.load(_shared(builder, builder.sext(place, wide), word), align=4)
+        found = builder.insert_value(found, one, number)
+    return found
+
+
+shared_load_matrices = Intrinsic(
+    "shared_load_matrices", "4xi32(i64)", ptx=_nvidia_matrices, amdgpu=_amd_matrices
 )
