@@ -56,7 +56,7 @@ from strata_nb.raw_memory import (
 )
 
 _SPINS = 4_000  # pauses, 0.1 to 0.2 ms, before a thread that waits gives its processor away
-_YIELDS_NS = 2_000_000  # that it does so before it sleeps, or naps where a card may still post:
+_YIELDS_NS = 10_000_000  # that it does so before it sleeps, or naps where a card may still post:
 _NAP_NS = 50_000  # where others want the processor, who never sleeps is the last to get it back
 _CACHE_LINE = 64
 _GROUPS = SUB_BLOCK // GROUP_ROWS  # that are quantised together
