@@ -16,8 +16,8 @@ Options:
 
 Experts have the shape of the benchmark model: gate and up 768 x 2048, down 2048 x 768. Microseconds
 from the post to the answer as the one who posts sees them, median and ninth decile, and GB/s of
-weights at the median; in front the plain read of the same memory by as many threads. Weights are random bytes with sane
-scales; speed does not depend on values.
+weights at the median; in front the plain read of the same memory by as many threads. Weights are
+random bytes with sane scales; speed does not depend on values.
 """
 
 from __future__ import annotations
