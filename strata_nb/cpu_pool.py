@@ -204,18 +204,16 @@ class CpuPool:
         """Notice that the pool has failed, while it is open."""
         if self._failure or not self._finalizer.alive or os.getpid() != self._process:
             return
-        dead = [number for number, one in enumerate(self._workers) if not one.is_alive()]
-        if dead or self._header[mailbox.ABORT // 8]:
+        if self._header[mailbox.ABORT // 8] or not all(one.is_alive() for one in self._workers):
             self._header[mailbox.ABORT // 8] = 1
-            self._failure = self._refusal() if self._state[at.FAULT] else self._end_of(dead)
+            self._failure = self._refusal() if self._state[at.FAULT] else self._end_of_posts()
 
-    def _end_of(self, dead: Sequence[int]) -> str:
-        """Say why threads have ended that found no fault with a message."""
+    def _end_of_posts(self) -> str:
+        """Say why the threads have ended, or will, that found no fault with a message."""
         post = int(self._header[mailbox.POSTED // 8])
         at_work = f"post {post:,} ({self.threads} threads)"
-        ended = [number for number in dead if self._word(number, at.HOLD) == at.ENDS]
-        if ended:
-            return f"{_threads(ended)} of the CPU pool ended at {at_work}"
+        if self._state[at.DIED]:
+            return f"thread {self._state[at.DIED] - 1} of the CPU pool ended at {at_work}"
         if post == self._header[mailbox.ANSWERED // 8]:
             return f"the card gave up the CPU pool behind {at_work}, which was answered"
         progress = [self._word(number, at.PROGRESS) for number in range(self.threads)]
@@ -293,6 +291,8 @@ def _serve(
     try:
         serve(int(state.ctypes.data), thread)
     finally:
+        if not header[mailbox.ABORT // 8] and not state[at.STOP]:
+            state[at.DIED] = thread + 1
         header[mailbox.ABORT // 8] = 1
         del kept
 
