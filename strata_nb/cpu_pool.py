@@ -39,12 +39,14 @@ FEWEST_PROCESSORS = 3  # one for the caller, and two for a pool that is worth it
 def pool_threads(chosen: int | None = None) -> int:
     """Return how many threads a pool shall have: 0 where the machine has none to spare.
 
-    One processor stays for the caller. `chosen` (`-t`) is an upper limit.
+    One a core, for two on a core share its multipliers and the work is shared out evenly; one
+    processor stays for the caller. `chosen` (`-t`) is an upper limit.
     """
     processors = cpu.usable_processors()
     if processors < FEWEST_PROCESSORS:
         return 0
-    return processors - 1 if chosen is None else min(chosen, processors - 1)
+    most = min(processors - 1, cpu.physical_cores())
+    return most if chosen is None else min(chosen, most)
 
 
 class PoolLayer(NamedTuple):

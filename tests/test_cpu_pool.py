@@ -20,7 +20,7 @@ from host_launches import normal, same_bits
 from test_host_experts import EXPERTS, ExpertCase, Layer, Routes, mixture
 from test_threads import run_script
 
-from strata_nb import cpu, cpu_pool
+from strata_nb import cpu
 from strata_nb.cpu_pool import CpuPool, PoolLayer, pool_threads
 from strata_nb.errors import StrataError
 from strata_nb.formats import TensorType
@@ -410,13 +410,14 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("processors", "chosen", "threads"),
-    [(1, None, 0), (2, None, 0), (3, None, 2), (16, None, 15), (16, 4, 4), (16, 40, 15)],
+    ("processors", "cores", "chosen", "threads"),
+    [(2, 2, None, 0), (3, 3, None, 2), (16, 16, None, 15), (16, 8, None, 8), (16, 16, 4, 4)],
 )
-def test_one_processor_stays_for_the_caller(
-    monkeypatch: pytest.MonkeyPatch, processors: int, chosen: int | None, threads: int
+def test_a_pool_has_a_thread_a_core_and_leaves_a_processor_to_the_caller(
+    monkeypatch: pytest.MonkeyPatch, processors: int, cores: int, chosen: int | None, threads: int
 ) -> None:
-    monkeypatch.setattr(cpu_pool.cpu, "usable_processors", lambda: processors)
+    monkeypatch.setattr(cpu, "usable_processors", lambda: processors)
+    monkeypatch.setattr(cpu, "physical_cores", lambda: cores)
     assert pool_threads(chosen) == threads
 
 
@@ -431,7 +432,3 @@ def test_layers_that_a_pool_cannot_multiply_by_are_refused(layers: list[Layer]) 
     ):
         with pytest.raises(ValueError, match=r"layers|experts"):
             CpuPool(poster.box, wrong, 2)
-
-
-def test_usable_processors_are_those_of_the_machine() -> None:
-    assert 1 <= cpu.usable_processors() <= (os.cpu_count() or 1)
