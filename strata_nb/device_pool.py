@@ -39,8 +39,8 @@ from strata_nb.pool_rate import pool_rate
 
 WINDOWS = 16  # after which the share follows what was measured
 FOLLOWS = 0.25  # of the way to what would have been right for those
-# Times the share with which both end at the same time. In replays of routes like those of text, with
-# 10 to 50% of the experts in slots, tokens took 1 to 3% less with it than without.
+# Times the share with which both end at the same time. In replays of routes like those of text,
+# with 10 to 50% of the experts in slots, tokens took 1 to 3% less with it than without.
 LEANS = 0.9
 LEAST_POSTS = 64  # of these windows; fewer say little
 
