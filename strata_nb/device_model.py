@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -480,6 +481,7 @@ class DeviceModel:
             hits=hits,
             misses=misses,
             filled=arena.filled,
+            by_cpu=self._served().experts,
         )
 
     def _tell(self, kind: str, **fields: object) -> None:
@@ -552,7 +554,7 @@ class DeviceModel:
         hits, misses = self.arena.tally.tolist()
         moved = self._residency
         missed_bytes = moved.missed_bytes if self._backend.has_slots else 0
-        served = self._pool.served() if self._pool is not None else Served(0, 0, 0.0)
+        served = self._served()
         return ModelReport(
             (device,),
             hits,
@@ -567,11 +569,15 @@ class DeviceModel:
             served.waited_s,
         )
 
+    def _served(self) -> Served:
+        """Return what the CPU has computed of what was missed."""
+        return self._pool.served() if self._pool is not None else Served(0, 0, 0.0)
+
     def look(self) -> Look:
         """Look at the device's chunks as they are now."""
         with self._turn:
             self._pause()
-            return self.ledger.look()
+            return replace(self.ledger.look(), by_cpu=self._served().experts)
 
     def set_reserve(self, reserve_bytes: int | None) -> Reserved:
         """Leave so much of the device free for others; None: as much as at the start.
