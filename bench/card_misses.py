@@ -27,9 +27,9 @@ under the same routes must be the same, whatever had slots, unless the CPU compu
   steady    tokens of it behind the first --after; `resident` where every expert has a slot
   hits      of each layer a random part of the experts has slots and stays there, of which hits
             are as large a part; as many tokens as cold ones
-  limit     of the link alone: 1 / (t + m / l) tokens a second: t seconds are a token's with every expert in a slot, m
-            bytes are those of the experts that a token missed, and l is the rate of a copy of
-            pinned memory to the device; t and l are of the same run
+  limit     of the link alone, 1 / (t + m / l) tokens a second: t seconds are a token's with every
+            expert in a slot, m bytes are those of the experts that a token missed, and l is the
+            rate of a copy of pinned memory to the device; t and l are of the same run
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -9,10 +12,16 @@ import numpy as np
 import pytest
 from card_world import simulated_card
 from device_world import load, make_tiny, opened, random_tokens, read
+from gpu_card import Card
 
-from strata_nb import device_pool
+from strata_nb import Engine, Options, Sampling, device_pool
+from strata_nb.device_model import DeviceModel
+from strata_nb.errors import StrataError
+from strata_nb.kernels.host import pool as host_pool
+from strata_nb.kernels.reference import Floats
 
 GIB = 1 << 30
+GREEDY = Sampling(temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +114,7 @@ def test_an_interrupt_in_a_window_leaves_a_model_that_goes_on(on_card: Engine) -
     session.extend([1])
     generation = session.generate(max_tokens=200, sampling=GREEDY, ignore_eos=True)
     next(generation)
+    threading.Timer(0.01, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        timer = threading.Timer(0.01, signal.raise_signal, [signal.SIGINT])
-        timer.start()
-        while True:
-            next(generation)
+        list(generation)
     assert len(written(on_card, 20)) == 20
