@@ -42,6 +42,7 @@ from strata_nb.device_filling import DeviceFilling, FillingPlaces
 from strata_nb.device_pool import (
     DevicePool,
     Served,
+    compile_pool,
     open_device_pool,
     pool_layers,
     pool_places,
@@ -178,6 +179,8 @@ class DeviceModel:
             else:
                 self.off.append(f"experts computed by the CPU ({reason})")
         backend.compile([measured.body, measured.head, measured.choice], compiling, say)
+        if pool is not None and sizes.experts is not None:
+            compile_pool(sizes.experts.parts, say)
         if batch is not None:
             backend.compile([batch.body], compiling, say, batch_rows=batch.max_rows)
 
