@@ -29,6 +29,7 @@ from strata_nb.formats import TensorType, row_bytes
 from strata_nb.interrupts import interrupts_later
 from strata_nb.kernels import mailbox, quantised_rows
 from strata_nb.kernels.host import pool
+from strata_nb.kernels.host import pool_words as at
 from strata_nb.kernels.host.matrices import matrix_functions, takes_packed
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
@@ -38,12 +39,14 @@ FEWEST_PROCESSORS = 3  # one for the caller, and two for a pool that is worth it
 def pool_threads(chosen: int | None = None) -> int:
     """Return how many threads a pool shall have: 0 where the machine has none to spare.
 
-    One processor stays for the caller. `chosen` (`-t`) is an upper limit.
+    One a core, for two on a core share its multipliers and the work is shared out evenly; one
+    processor stays for the caller. `chosen` (`-t`) is an upper limit.
     """
     processors = cpu.usable_processors()
     if processors < FEWEST_PROCESSORS:
         return 0
-    return processors - 1 if chosen is None else min(chosen, processors - 1)
+    most = min(processors - 1, cpu.physical_cores())
+    return most if chosen is None else min(chosen, most)
 
 
 class PoolLayer(NamedTuple):
@@ -77,19 +80,19 @@ class PoolLayer(NamedTuple):
     def words(self) -> list[int]:
         """Return the words that the threads read; compiles the functions among them."""
         named = {
-            pool.GATE: address_of(matrix_functions(self.gate).few),
-            pool.UP: address_of(matrix_functions(self.up).few),
-            pool.DOWN: address_of(matrix_functions(self.down).few),
-            pool.GATE_OFFSET: self.gate_offset,
-            pool.UP_OFFSET: self.up_offset,
-            pool.DOWN_OFFSET: self.down_offset,
-            pool.OUTPUTS: self.inner,
-            pool.LAYER_EXPERTS: self.experts,
-            pool.ADDRESSES: self.addresses,
-            pool.BLOB_BYTES: self.blob_bytes(),
-            pool.DOWN_BYTES: GROUP_ROWS * row_bytes(self.down, self.inner),
+            at.GATE: address_of(matrix_functions(self.gate).few),
+            at.UP: address_of(matrix_functions(self.up).few),
+            at.DOWN: address_of(matrix_functions(self.down).few),
+            at.GATE_OFFSET: self.gate_offset,
+            at.UP_OFFSET: self.up_offset,
+            at.DOWN_OFFSET: self.down_offset,
+            at.OUTPUTS: self.inner,
+            at.LAYER_EXPERTS: self.experts,
+            at.ADDRESSES: self.addresses,
+            at.BLOB_BYTES: self.blob_bytes(),
+            at.DOWN_BYTES: GROUP_ROWS * row_bytes(self.down, self.inner),
         }
-        return [named.get(number, 0) for number in range(pool.LAYER_WORDS)]
+        return [named.get(number, 0) for number in range(at.LAYER_WORDS)]
 
 
 class CpuPool:
@@ -153,11 +156,11 @@ class CpuPool:
             )
         if not self._finalizer.alive:
             raise StrataError("the CPU pool has ended", hint="open the engine again")
-        pool.call(self._address, pool.AWAKE)
+        pool.call(self._address, at.AWAKE)
 
     def rest(self) -> None:
         """Let the threads sleep soon; nothing is in flight, and nothing will be before `awake`."""
-        self._state[pool.AWAKE] = 0
+        self._state[at.AWAKE] = 0
 
     def close(self) -> None:
         """Have nobody wait any longer and end the threads; may be called twice.
@@ -182,59 +185,55 @@ class CpuPool:
     @property
     def posts(self) -> int:
         """Posts that were answered; this and the others are read while nothing is in flight."""
-        return int(self._state[pool.POSTS])
+        return int(self._state[at.POSTS])
 
     @property
     def experts(self) -> int:
         """Experts that were computed for them."""
-        return int(self._state[pool.EXPERTS])
+        return int(self._state[at.EXPERTS])
 
     @property
     def bytes(self) -> int:
         """Bytes of weights that were read for them."""
-        return int(self._state[pool.BYTES])
+        return int(self._state[at.BYTES])
 
     @property
     def busy_s(self) -> float:
         """Seconds from the moment a post was seen to its answer, of all posts."""
-        return float(self._state[pool.BUSY_NS]) * 1e-9
+        return float(self._state[at.BUSY_NS]) * 1e-9
 
     def _look(self) -> None:
         """Notice that the pool has failed, while it is open."""
         if self._failure or not self._finalizer.alive or os.getpid() != self._process:
             return
-        dead = [number for number, one in enumerate(self._workers) if not one.is_alive()]
-        if dead or self._header[mailbox.ABORT // 8]:
+        if self._header[mailbox.ABORT // 8] or not all(one.is_alive() for one in self._workers):
             self._header[mailbox.ABORT // 8] = 1
-            self._failure = self._refusal() if self._state[pool.FAULT] else self._end_of(dead)
+            self._failure = self._refusal() if self._state[at.FAULT] else self._end_of_posts()
 
-    def _end_of(self, dead: Sequence[int]) -> str:
-        """Say why threads have ended that found no fault with a message."""
+    def _end_of_posts(self) -> str:
+        """Say why the threads have ended, or will, that found no fault with a message."""
         post = int(self._header[mailbox.POSTED // 8])
         at_work = f"post {post:,} ({self.threads} threads)"
-        ended = [number for number in dead if self._word(number, pool.HOLD) == pool.ENDS]
-        if ended:
-            return f"{_threads(ended)} of the CPU pool ended at {at_work}"
+        if self._state[at.DIED]:
+            return f"thread {self._state[at.DIED] - 1} of the CPU pool ended at {at_work}"
         if post == self._header[mailbox.ANSWERED // 8]:
             return f"the card gave up the CPU pool behind {at_work}, which was answered"
-        progress = [self._word(number, pool.PROGRESS) for number in range(self.threads)]
+        progress = [self._word(number, at.PROGRESS) for number in range(self.threads)]
         late = [number for number, one in enumerate(progress) if one == min(progress)]
         return f"nobody waited for {at_work} any longer; {_threads(late)} came last"
 
     def _word(self, thread: int, which: int) -> int:
-        return int(self._state[pool.of_thread(thread, which)])
+        return int(self._state[at.of_thread(thread, which)])
 
     def _refusal(self) -> str:
-        fault, found, allowed = (
-            int(self._state[one]) for one in (pool.FAULT, pool.FOUND, pool.ALLOWED)
-        )
+        fault, found, allowed = (int(self._state[one]) for one in (at.FAULT, at.FOUND, at.ALLOWED))
         said = {
-            pool.NUMBER: f"it has this number where {allowed:,} was due",
-            pool.LAYER: f"layer {found:,} of {self._layer_count}",
-            pool.COUNT: f"{found:,} choices, where 1 to {allowed} can be",
-            pool.EXPERT: f"expert {found:,} of {allowed}",
-            pool.ORDER: f"expert {found} behind expert {allowed}",
-            pool.BLOB: f"expert {found} of layer {allowed}, which is not in memory of the host",
+            at.WRONG_NUMBER: f"it has this number where {allowed:,} was due",
+            at.WRONG_LAYER: f"layer {found:,} of {self._layer_count}",
+            at.WRONG_COUNT: f"{found:,} choices, where 1 to {allowed} can be",
+            at.WRONG_EXPERT: f"expert {found:,} of {allowed}",
+            at.WRONG_ORDER: f"expert {found} behind expert {allowed}",
+            at.NO_BLOB: f"expert {found} of layer {allowed}, which is not in memory of the host",
         }
         post = int(self._header[mailbox.POSTED // 8])
         return f"the CPU pool cannot answer post {post:,}: {said[fault]}"
@@ -258,13 +257,13 @@ def _work_space(
     """Return the memory of the threads, and the words of the state at its beginning."""
     most, line = mailbox.MOST_CHOICES, mailbox.LINE
     sizes = {
-        pool.GATES: 4 * most * inner,
-        pool.UPS: 4 * most * inner,
-        pool.INNER: most * quantised_rows.row_bytes(inner),
-        pool.PRODUCTS: 4 * most * width,
-        pool.PARTS: 8 * most * (inner // SUB_BLOCK),
+        at.GATES: 4 * most * inner,
+        at.UPS: 4 * most * inner,
+        at.INNER: most * quantised_rows.row_bytes(inner),
+        at.PRODUCTS: 4 * most * width,
+        at.PARTS: 8 * most * (inner // SUB_BLOCK),
     }
-    words = pool.state_words(threads)
+    words = at.state_words(threads)
     place = -(-8 * words // line) * line
     starts = {}
     for which, size in sizes.items():
@@ -277,9 +276,9 @@ def _work_space(
     address = int(state.ctypes.data)
     for which, start in starts.items():
         state[which] = address + start
-    state[pool.BOX], state[pool.ANSWER] = box, box + mailbox.answer_offset(width)
-    state[pool.LAYERS], state[pool.LAYER_COUNT] = int(layers.ctypes.data), len(layers)
-    state[pool.WIDTH], state[pool.THREADS] = width, threads
+    state[at.BOX], state[at.ANSWER] = box, box + mailbox.answer_offset(width)
+    state[at.LAYERS], state[at.LAYER_COUNT] = int(layers.ctypes.data), len(layers)
+    state[at.WIDTH], state[at.THREADS] = width, threads
     return memory, state
 
 
@@ -294,6 +293,8 @@ def _serve(
     try:
         serve(int(state.ctypes.data), thread)
     finally:
+        if not header[mailbox.ABORT // 8] and not state[at.STOP]:
+            state[at.DIED] = thread + 1
         header[mailbox.ABORT // 8] = 1
         del kept
 
@@ -315,7 +316,7 @@ def _end(
     if os.getpid() != process:
         return
     header[mailbox.ABORT // 8] = 1
-    pool.call(int(state.ctypes.data), pool.STOP)
+    pool.call(int(state.ctypes.data), at.STOP)
     for worker in workers:
         if worker.ident is not None:  # it was started
             worker.join()

@@ -27,6 +27,7 @@ from typing import Any
 
 from strata_nb.compiling import compiled, helper, inlined
 from strata_nb.kernels import mailbox
+from strata_nb.kernels.host import pool_words as at
 from strata_nb.kernels.host.gating import gate_sub_blocks
 from strata_nb.kernels.host.operations import share, word
 from strata_nb.kernels.host.products import FLOATS_LANES, load_some, store_some
@@ -54,100 +55,46 @@ from strata_nb.raw_memory import (
     swap_atomic,
 )
 
-_LINE = mailbox.LINE // 8  # words
-
-# Words of the state. Those that threads change by turns have a line of their own; what is set once
-# lies together, and so does what thread 0 writes for the others.
-(
-    BOX,
-    ANSWER,  # the address of the answer in it
-    LAYERS,
-    LAYER_COUNT,
-    WIDTH,
-    THREADS,
-    GATES,  # work space for MOST_CHOICES: float32 (choices, outputs) of the widest layer
-    UPS,  # the same
-    INNER,  # quantised rows of as many values
-    PRODUCTS,  # float32 (choices, width)
-    PARTS,  # int64 (choices, sub-blocks): groups of each that are done, 0 between posts
-    _FIRST,  # the number behind which posts begin: GENERATION may be ahead when a thread starts
-) = range(12)
-AWAKE, STOP = range(1 * _LINE, 1 * _LINE + 2)
-FAULT, FOUND, ALLOWED = range(2 * _LINE, 2 * _LINE + 3)
-POSTS, EXPERTS, BYTES, BUSY_NS, _BEGUN_NS, _CLOCK = range(3 * _LINE, 3 * _LINE + 6)
-GENERATION = 4 * _LINE
-_ARRIVED, _PHASE, _FINISHED = 5 * _LINE, 6 * _LINE, 7 * _LINE
-_LAYER, _COUNT = 8 * _LINE, 8 * _LINE + 1
-_BLOBS, _SHARES = 9 * _LINE, 9 * _LINE + mailbox.MOST_CHOICES
-_WORKERS = 9 * _LINE + 2 * mailbox.MOST_CHOICES
-# Of each thread: whether it sleeps; its semaphore; for tests, what holds it up; how far it is, and
-# two words for calls of the C library.
-_SLEEPS, _SEMAPHORE, HOLD, PROGRESS = range(0, 4 * _LINE, _LINE)
-_OWN_CLOCK = PROGRESS + 1
-_WORKER_WORDS = 4 * _LINE
-
-# Words of a layer.
-(
-    GATE,
-    UP,
-    DOWN,  # functions for one row
-    GATE_OFFSET,
-    UP_OFFSET,
-    DOWN_OFFSET,
-    OUTPUTS,  # of gate and up
-    LAYER_EXPERTS,
-    ADDRESSES,
-    BLOB_BYTES,  # of the three matrices
-    DOWN_BYTES,  # of a group of down
-) = range(11)
-LAYER_WORDS = _LINE
-
-# Why a message was refused (`FAULT`): what was wrong in it.
-NUMBER, LAYER, COUNT, EXPERT, ORDER, BLOB = range(1, 7)
-
-ENDS = -1  # as what holds a thread up: it ends as if it had died
-
 _SPINS = 4_000  # pauses, 0.1 to 0.2 ms, before a thread that waits gives its processor away
-_YIELDS_NS = 2_000_000  # that it does so before it sleeps, or naps where a card may still post:
+_YIELDS_NS = 10_000_000  # that it does so before it sleeps, or naps where a card may still post:
 _NAP_NS = 50_000  # where others want the processor, who never sleeps is the last to get it back
 _CACHE_LINE = 64
 _GROUPS = SUB_BLOCK // GROUP_ROWS  # that are quantised together
-
-
-def state_words(threads: int) -> int:
-    """Return the int64 words of the state, which begins at a multiple of `mailbox.LINE` bytes."""
-    return _WORKERS + threads * _WORKER_WORDS
-
-
-def of_thread(thread: int, which: int) -> int:
-    """Return the number of a word of a thread: HOLD or PROGRESS."""
-    return _WORKERS + thread * _WORKER_WORDS + which
 
 
 # -- waiting ---------------------------------------------------------------------------------------
 
 
 @inlined
+def _words_of(state: int, thread: int) -> int:
+    """Return the address of a thread's own words."""
+    return state + 8 * (at.THREADS_AT + thread * at.THREAD_WORDS)
+
+
+@inlined
 def _is_over(state: int) -> Any:
     """Return whether nobody shall wait any longer."""
-    return load_atomic(state + 8 * STOP) | load_atomic(word(state, BOX) + mailbox.ABORT)
+    return load_atomic(state + 8 * at.STOP) | load_atomic(word(state, at.BOX) + mailbox.ABORT)
 
 
 @inlined
 def _sleep(state: int, own: int) -> None:
-    store_atomic(own + 8 * _SLEEPS, 1)
+    store_atomic(own + 8 * at.SLEEPS, 1)
     # Who calls looks at this word after it has changed AWAKE or STOP, so one of the two sees the
     # other; who takes the 1 back decides whether there is a post of the semaphore to take.
-    called = load_atomic(state + 8 * AWAKE) | load_atomic(state + 8 * STOP)
-    if not called or swap_atomic(own + 8 * _SLEEPS, 0) == 0:
-        while semaphore_wait(own + 8 * _SEMAPHORE) != 0:
+    called = load_atomic(state + 8 * at.AWAKE) | load_atomic(state + 8 * at.STOP)
+    if not called or swap_atomic(own + 8 * at.SLEEPS, 0) == 0:
+        while semaphore_wait(own + 8 * at.SEMAPHORE) != 0:
             pass
 
 
 @helper
-def _changes(state: int, own: int, place: int, known: int) -> Any:
-    """Wait until a word is not what it was; return whether it is, or 0 if all is over."""
-    waits, start, clock = 0, 0, own + 8 * _OWN_CLOCK
+def _changes(state: int, own: int, place: int, known: int, may_sleep: int) -> Any:
+    """Wait until a word is not what it was; return 1, or 0 if all is over.
+
+    Who may sleep is woken by the caller alone, and so does not wait for another thread.
+    """
+    waits, start, clock = 0, 0, own + 8 * at.OWN_CLOCK
     while load_atomic(place) == known:
         if _is_over(state):
             return 0
@@ -159,7 +106,7 @@ def _changes(state: int, own: int, place: int, known: int) -> Any:
             start = monotonic_ns(clock)
         elif monotonic_ns(clock) - start < _YIELDS_NS:
             yield_processor()
-        elif load_atomic(state + 8 * AWAKE):
+        elif not may_sleep or load_atomic(state + 8 * at.AWAKE):
             nap(clock, _NAP_NS)
         else:
             _sleep(state, own)
@@ -170,23 +117,23 @@ def _changes(state: int, own: int, place: int, known: int) -> Any:
 @inlined
 def _all_met(state: int, own: int, post: int, threads: int) -> Any:
     """Wait until all threads are here; what they wrote is visible to all. 0 if all is over."""
-    if add_atomic(state + 8 * _ARRIVED, 1) == threads - 1:
-        store_atomic(state + 8 * _ARRIVED, 0)
-        store_atomic(state + 8 * _PHASE, post)
+    if add_atomic(state + 8 * at.ARRIVED, 1) == threads - 1:
+        store_atomic(state + 8 * at.ARRIVED, 0)
+        store_atomic(state + 8 * at.PHASE, post)
         return 1
-    return _changes(state, own, state + 8 * _PHASE, post - 1)
+    return _changes(state, own, state + 8 * at.PHASE, post - 1, 0)
 
 
 @inlined
 def _is_held(state: int, own: int) -> Any:
     """Do what a test asks of this thread; return whether it shall end."""
-    held = load_atomic(own + 8 * HOLD)
+    held = load_atomic(own + 8 * at.HOLD)
     while held > 0:
         if _is_over(state):
             return 1
         yield_processor()
-        held = load_atomic(own + 8 * HOLD)
-    return 1 if held == ENDS else 0
+        held = load_atomic(own + 8 * at.HOLD)
+    return 1 if held == at.ENDS else 0
 
 
 # -- the message -----------------------------------------------------------------------------------
@@ -195,10 +142,10 @@ def _is_held(state: int, own: int) -> Any:
 @inlined
 def _refused(state: int, fault: int, found: int, allowed: int) -> Any:
     """Say why a post cannot be answered, and that nobody shall wait for it."""
-    store(state + 8 * FOUND, found)
-    store(state + 8 * ALLOWED, allowed)
-    store_atomic(state + 8 * FAULT, fault)
-    store_atomic(word(state, BOX) + mailbox.ABORT, 1)
+    store(state + 8 * at.FOUND, found)
+    store(state + 8 * at.ALLOWED, allowed)
+    store_atomic(state + 8 * at.FAULT, fault)
+    store_atomic(word(state, at.BOX) + mailbox.ABORT, 1)
     return 0
 
 
@@ -208,50 +155,50 @@ def _taken(state: int, post: int) -> Any:
 
     Nothing of it is read again: what was looked at is what is used.
     """
-    store(state + 8 * _BEGUN_NS, monotonic_ns(state + 8 * _CLOCK))
-    box = word(state, BOX)
+    store(state + 8 * at.BEGUN_NS, monotonic_ns(state + 8 * at.CLOCK))
+    box = word(state, at.BOX)
     posted = load_atomic(box + mailbox.POSTED)
     if posted != post:
-        return _refused(state, NUMBER, posted, post)
-    number, layers = load_i64(box + mailbox.LAYER), word(state, LAYER_COUNT)
+        return _refused(state, at.WRONG_NUMBER, posted, post)
+    number, layers = load_i64(box + mailbox.LAYER), word(state, at.LAYER_COUNT)
     if number < 0 or number >= layers:
-        return _refused(state, LAYER, number, layers)
+        return _refused(state, at.WRONG_LAYER, number, layers)
     count = load_i64(box + mailbox.COUNT)
     if count < 1 or count > mailbox.MOST_CHOICES:
-        return _refused(state, COUNT, count, mailbox.MOST_CHOICES)
-    layer = word(state, LAYERS) + 8 * LAYER_WORDS * number
-    experts, addresses = word(layer, LAYER_EXPERTS), word(layer, ADDRESSES)
+        return _refused(state, at.WRONG_COUNT, count, mailbox.MOST_CHOICES)
+    layer = word(state, at.LAYERS) + 8 * at.LAYER_WORDS * number
+    experts, addresses = word(layer, at.LAYER_EXPERTS), word(layer, at.ADDRESSES)
     before = -1
     for choice in range(count):
         place = box + mailbox.CHOICES + mailbox.CHOICE_BYTES * choice
         expert = load_i64(place)
         if expert < 0 or expert >= experts:
-            return _refused(state, EXPERT, expert, experts)
+            return _refused(state, at.WRONG_EXPERT, expert, experts)
         if expert <= before:
-            return _refused(state, ORDER, expert, before)
+            return _refused(state, at.WRONG_ORDER, expert, before)
         blob = load_i64(addresses + 8 * expert)
         if blob == 0:
-            return _refused(state, BLOB, expert, number)
-        store(state + 8 * (_BLOBS + choice), blob)
-        store(state + 8 * (_SHARES + choice), load_f32(place + mailbox.SHARE))
+            return _refused(state, at.NO_BLOB, expert, number)
+        store(state + 8 * (at.BLOBS + choice), blob)
+        store(state + 8 * (at.SHARES + choice), load_f32(place + mailbox.SHARE))
         before = expert
-    store(state + 8 * _LAYER, layer)
-    store(state + 8 * _COUNT, count)
-    store_atomic(state + 8 * GENERATION, post)
+    store(state + 8 * at.JOB_LAYER, layer)
+    store(state + 8 * at.JOB_COUNT, count)
+    store_atomic(state + 8 * at.GENERATION, post)
     return 1
 
 
 @inlined
 def _answer(state: int, post: int) -> None:
     """Say that a post is answered, as the last thread that was at it."""
-    count = word(state, _COUNT)
-    size = count * word(word(state, _LAYER), BLOB_BYTES)
-    took = monotonic_ns(state + 8 * _CLOCK) - word(state, _BEGUN_NS)
-    store(state + 8 * POSTS, word(state, POSTS) + 1)
-    store(state + 8 * EXPERTS, word(state, EXPERTS) + count)
-    store(state + 8 * BYTES, word(state, BYTES) + size)
-    store(state + 8 * BUSY_NS, word(state, BUSY_NS) + took)
-    store_atomic(word(state, BOX) + mailbox.ANSWERED, post)
+    count = word(state, at.JOB_COUNT)
+    size = count * word(word(state, at.JOB_LAYER), at.BLOB_BYTES)
+    took = monotonic_ns(state + 8 * at.CLOCK) - word(state, at.BEGUN_NS)
+    store(state + 8 * at.POSTS, word(state, at.POSTS) + 1)
+    store(state + 8 * at.EXPERTS, word(state, at.EXPERTS) + count)
+    store(state + 8 * at.BYTES, word(state, at.BYTES) + size)
+    store(state + 8 * at.BUSY_NS, word(state, at.BUSY_NS) + took)
+    store_atomic(word(state, at.BOX) + mailbox.ANSWERED, post)
 
 
 # -- experts ---------------------------------------------------------------------------------------
@@ -260,22 +207,23 @@ def _answer(state: int, post: int) -> None:
 @helper
 def _gate_up(state: int, thread: int, threads: int) -> None:
     """Compute a thread's groups of gate and up; gate and quantise what is then complete."""
-    layer, count, x = word(state, _LAYER), word(state, _COUNT), word(state, BOX) + mailbox.ROW
-    gate, up, outputs = word(layer, GATE), word(layer, UP), word(layer, OUTPUTS)
-    gate_offset, up_offset = word(layer, GATE_OFFSET), word(layer, UP_OFFSET)
-    values = word(state, WIDTH) // SUB_BLOCK
+    layer, count = word(state, at.JOB_LAYER), word(state, at.JOB_COUNT)
+    x = word(state, at.BOX) + mailbox.ROW
+    gate, up, outputs = word(layer, at.GATE), word(layer, at.UP), word(layer, at.OUTPUTS)
+    gate_offset, up_offset = word(layer, at.GATE_OFFSET), word(layer, at.UP_OFFSET)
+    values = word(state, at.WIDTH) // SUB_BLOCK
     sub_blocks = outputs // SUB_BLOCK
     first, last = share(count * outputs, GROUP_ROWS, thread, threads)
     while first < last:
         choice = first // outputs
         begin, end = first - choice * outputs, min(last - choice * outputs, outputs)
-        blob = word(state, _BLOBS + choice)
-        gates = word(state, GATES) + 4 * choice * outputs
-        ups = word(state, UPS) + 4 * choice * outputs
+        blob = word(state, at.BLOBS + choice)
+        gates = word(state, at.GATES) + 4 * choice * outputs
+        ups = word(state, at.UPS) + 4 * choice * outputs
         call_address(gate, (blob + gate_offset, x, gates, 1, values, outputs, begin, end, 0, 0))
         call_address(up, (blob + up_offset, x, ups, 1, values, outputs, begin, end, 0, 0))
-        packed = word(state, INNER) + choice * sub_blocks * SUB_BLOCK_BYTES
-        parts = word(state, PARTS) + 8 * choice * sub_blocks
+        packed = word(state, at.INNER) + choice * sub_blocks * SUB_BLOCK_BYTES
+        parts = word(state, at.PARTS) + 8 * choice * sub_blocks
         for number in range(begin // SUB_BLOCK, (end + SUB_BLOCK - 1) // SUB_BLOCK):
             here = max(begin, SUB_BLOCK * number)
             done = (min(end, SUB_BLOCK * (number + 1)) - here) // GROUP_ROWS
@@ -290,11 +238,11 @@ def _gate_up(state: int, thread: int, threads: int) -> None:
 @inlined
 def _ask_for_down(state: int, thread: int, threads: int) -> None:
     """Ask for what `_down` reads first, before this thread waits for the others."""
-    layer = word(state, _LAYER)
-    first, last = share(word(state, WIDTH), FLOATS_LANES, thread, threads)
+    layer = word(state, at.JOB_LAYER)
+    first, last = share(word(state, at.WIDTH), FLOATS_LANES, thread, threads)
     if first < last:
-        size = word(layer, DOWN_BYTES)
-        place = word(state, _BLOBS) + word(layer, DOWN_OFFSET) + first // GROUP_ROWS * size
+        size = word(layer, at.DOWN_BYTES)
+        place = word(state, at.BLOBS) + word(layer, at.DOWN_OFFSET) + first // GROUP_ROWS * size
         for line in range(0, size, _CACHE_LINE):
             prefetch(place + line)
 
@@ -302,16 +250,19 @@ def _ask_for_down(state: int, thread: int, threads: int) -> None:
 @helper
 def _down(state: int, thread: int, threads: int) -> None:
     """Compute a thread's outputs of down for all choices, and their weighted sum."""
-    layer, count, width = word(state, _LAYER), word(state, _COUNT), word(state, WIDTH)
-    down, offset, values = word(layer, DOWN), word(layer, DOWN_OFFSET), word(layer, OUTPUTS)
-    inner, products = word(state, INNER), word(state, PRODUCTS)
-    sub_blocks = values // SUB_BLOCK
-    answer = word(state, ANSWER)
+    layer, count = word(state, at.JOB_LAYER), word(state, at.JOB_COUNT)
+    down, offset = word(layer, at.DOWN), word(layer, at.DOWN_OFFSET)
+    inner, sub_blocks = word(state, at.INNER), word(layer, at.OUTPUTS) // SUB_BLOCK
+    products, answer, width = (
+        word(state, at.PRODUCTS),
+        word(state, at.ANSWER),
+        word(state, at.WIDTH),
+    )
     first, last = share(width, FLOATS_LANES, thread, threads)
     if first >= last:
         return
     for choice in range(count):
-        weights, target = word(state, _BLOBS + choice) + offset, products + 4 * choice * width
+        weights, target = word(state, at.BLOBS + choice) + offset, products + 4 * choice * width
         row = inner + choice * sub_blocks * SUB_BLOCK_BYTES
         call_address(down, (weights, row, target, 1, sub_blocks, width, first, last, 0, 0))
     for output in range(first, last, FLOATS_LANES):
@@ -319,7 +270,7 @@ def _down(state: int, thread: int, threads: int) -> None:
         total = no_floats()
         for choice in range(count):
             product = load_some(products + 4 * (choice * width + output), some)
-            weight = load_f32(state + 8 * (_SHARES + choice))
+            weight = load_f32(state + 8 * (at.SHARES + choice))
             total = total + product * all_lanes(total, weight)
         store_some(answer + 4 * output, total, some)
 
@@ -331,12 +282,12 @@ def _down(state: int, thread: int, threads: int) -> None:
 def _next(state: int, own: int, thread: int, post: int) -> Any:
     """Wait for the post behind this one; return 0 if all is over."""
     if thread:
-        return _changes(state, own, state + 8 * GENERATION, post)
-    box = word(state, BOX)
+        return _changes(state, own, state + 8 * at.GENERATION, post, 1)
+    box = word(state, at.BOX)
     # Until all are done with this one: others may still read what `_taken` writes.
-    if not _changes(state, own, box + mailbox.ANSWERED, post - 1):
+    if not _changes(state, own, box + mailbox.ANSWERED, post - 1, 0):
         return 0
-    if not _changes(state, own, box + mailbox.POSTED, post):
+    if not _changes(state, own, box + mailbox.POSTED, post, 1):
         return 0
     return _taken(state, post + 1)
 
@@ -344,8 +295,8 @@ def _next(state: int, own: int, thread: int, post: int) -> Any:
 @compiled("void(int64,int64)")
 def serve(state: int, thread: int) -> None:
     """Be a thread of the pool until all is over."""
-    threads, own = word(state, THREADS), state + 8 * (_WORKERS + thread * _WORKER_WORDS)
-    post = word(state, _FIRST)
+    threads, own = word(state, at.THREADS), _words_of(state, thread)
+    post = word(state, at.FIRST)
     while True:
         if not _next(state, own, thread, post):
             return
@@ -354,37 +305,37 @@ def serve(state: int, thread: int) -> None:
             return
         _gate_up(state, thread, threads)
         _ask_for_down(state, thread, threads)
-        store_atomic(own + 8 * PROGRESS, 2 * post - 1)
+        store_atomic(own + 8 * at.PROGRESS, 2 * post - 1)
         if not _all_met(state, own, post, threads):
             return
         _down(state, thread, threads)
-        store_atomic(own + 8 * PROGRESS, 2 * post)
-        if add_atomic(state + 8 * _FINISHED, 1) == threads - 1:
-            store_atomic(state + 8 * _FINISHED, 0)
+        store_atomic(own + 8 * at.PROGRESS, 2 * post)
+        if add_atomic(state + 8 * at.FINISHED, 1) == threads - 1:
+            store_atomic(state + 8 * at.FINISHED, 0)
             _answer(state, post)
 
 
 @compiled("void(int64)")
 def begin(state: int) -> None:
     """Make ready what threads need before the first one is started; the words are set."""
-    posts = load_atomic(word(state, BOX) + mailbox.ANSWERED)
-    store(state + 8 * _FIRST, posts)
-    store(state + 8 * GENERATION, posts)
-    store(state + 8 * _PHASE, posts)
-    for thread in range(word(state, THREADS)):
-        own = state + 8 * (_WORKERS + thread * _WORKER_WORDS)
-        semaphore_make(own + 8 * _SEMAPHORE)
-        store(own + 8 * PROGRESS, 2 * posts)
+    posts = load_atomic(word(state, at.BOX) + mailbox.ANSWERED)
+    store(state + 8 * at.FIRST, posts)
+    store(state + 8 * at.GENERATION, posts)
+    store(state + 8 * at.PHASE, posts)
+    for thread in range(word(state, at.THREADS)):
+        own = _words_of(state, thread)
+        semaphore_make(own + 8 * at.SEMAPHORE)
+        store(own + 8 * at.PROGRESS, 2 * posts)
 
 
 @compiled("void(int64,int64)")
 def call(state: int, change: int) -> None:
     """Set a word, AWAKE or STOP, and wake the threads that sleep."""
     store_atomic(state + 8 * change, 1)
-    for thread in range(word(state, THREADS)):
-        own = state + 8 * (_WORKERS + thread * _WORKER_WORDS)
-        if load_atomic(own + 8 * _SLEEPS) and swap_atomic(own + 8 * _SLEEPS, 0):
-            semaphore_post(own + 8 * _SEMAPHORE)
+    for thread in range(word(state, at.THREADS)):
+        own = _words_of(state, thread)
+        if load_atomic(own + 8 * at.SLEEPS) and swap_atomic(own + 8 * at.SLEEPS, 0):
+            semaphore_post(own + 8 * at.SEMAPHORE)
 
 
 @compiled("int64(int64,int64,int64)")
