@@ -12,11 +12,11 @@ import pytest
 from filling_backend import FillingBackend, Layer
 from test_launch_ahead import begun, engine_of, model_of, write
 
-from strata_nb import Engine, Options, device_pool
+from strata_nb import Engine, device_pool
 from strata_nb.addresses import memory_view
 from strata_nb.cache.filling import cpu_count, missed_in_order
 from strata_nb.device_pool import LEANS, LEAST_POSTS, WINDOWS, DevicePool
-from strata_nb.errors import ConfigError, StrataError
+from strata_nb.errors import StrataError
 from strata_nb.fill_plans import SHARE_UNITS, plan_type
 from strata_nb.kernels import mailbox
 from strata_nb.kernels.gpu.pooled import PoolPlaces
@@ -194,9 +194,3 @@ def test_the_share_follows_what_card_and_pool_needed() -> None:
     for _ in range(2 * WINDOWS):
         fixed.landed(state)
     assert fixed.share == SHARE_UNITS // 4
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, "all", None])
-def test_a_share_is_a_number_from_0_to_1_or_auto(share: Any) -> None:
-    with pytest.raises(ConfigError, match="--pcie-frac"):
-        Options(pcie_frac=share)

@@ -39,6 +39,8 @@ FLAGS = {
     "kv_grow_step": "--kv-grow-step",
     "deterministic": "--deterministic",
     "overlap": "--no-overlap",
+    "cpu_pool": "--no-cpu-pool",
+    "pcie_frac": "--pcie-frac",
     "adapt": "--adapt",
     "adapt_every": "--adapt-every",
     "adapt_swaps": "--adapt-swaps",
@@ -91,10 +93,11 @@ REFUSED_OPTIONS: list[tuple[str, Any]] = [
     *(("vram_limit", value) for value in (-1, 0, (1 << 20) - 1, 2**63 + 1, 2.0**30, "12GiB", True)),
     *(
         (name, value)
-        for name in ("deterministic", "vram_elastic", "overlap")
+        for name in ("deterministic", "vram_elastic", "overlap", "cpu_pool")
         for value in (0, 1, None, "yes")
     ),
     *(("kv_grow", value) for value in (0, 1, "yes")),
+    *(("pcie_frac", value) for value in (-0.1, 1.1, math.nan, "0.5", "all", None, True)),
     *(("adapt", value) for value in ("", "on", "lru", None, True)),
     *(
         (name, value)
@@ -162,6 +165,8 @@ def test_options_leave_every_choice_to_the_engine() -> None:
         "kv_grow_step": None,
         "deterministic": False,
         "overlap": True,
+        "cpu_pool": True,
+        "pcie_frac": "auto",
         "adapt": "insert",
         "adapt_every": None,
         "adapt_swaps": None,
