@@ -1,7 +1,8 @@
 """Keep the sums of a block of many rows in shared memory, and store what becomes of them.
 
-A warp of tensor cores has 16 outputs of 32 rows, in four *pieces* of eight rows. Lane 4 * g + t has
-four sums of each: of outputs g and g + 8 and rows 2 * t and 2 * t + 1, in the order
+A warp of tensor cores has one or two *strips* of 16 outputs and 32 rows in four *pieces* of eight.
+Lane 4 * g + t has four sums of each piece and strip, the strips of a piece behind each other: of
+outputs g and g + 8 and rows 2 * t and 2 * t + 1, in the order
 
     (g, 2 t)   (g, 2 t + 1)   (g + 8, 2 t)   (g + 8, 2 t + 1)
 
@@ -33,37 +34,61 @@ from strata_nb.kernels.gpu.operations import Function
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
-PIECE = 8  # rows that an instruction multiplies
+STRIP = 16  # outputs that an instruction multiplies
+PIECE = 8  # rows that it does
 PIECES = 4  # of a lane
 LANE_ROWS = PIECE * PIECES
 _FOUR = 16  # bytes of a piece's sums
 _SHIFT = SUB_BLOCK.bit_length() - 1
 
 
-def zeros() -> Any:
-    """Return a lane's sums before anything is added."""
-    zero = f32(0.0)
-    four = zero, zero, zero, zero
-    return four + four + four + four
-
-
 def _four_added(a: Any, b: Any) -> Any:
     return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
 
 
-def added(a: Any, b: Any) -> Any:
-    """Return the sums of a lane's sums of two kinds."""
-    return (
-        _four_added(a[:4], b[:4])
-        + _four_added(a[4:8], b[4:8])
-        + _four_added(a[8:12], b[8:12])
-        + _four_added(a[12:], b[12:])
-    )
+@cache
+def zeros_of(strips: int) -> Function:
+    """Return a device function: a lane's sums of so many strips before anything is added."""
+    return _zeros(PIECES * strips)
 
 
-def sums_bytes(threads: int) -> int:
+@cache
+def _zeros(fours: int) -> Function:
+    def four() -> Any:
+        zero = f32(0.0)
+        return zero, zero, zero, zero
+
+    if fours == 1:
+        return four
+    half = _zeros(fours // 2)
+
+    def zeros() -> Any:
+        return half() + half()
+
+    return zeros
+
+
+@cache
+def adder_of(strips: int) -> Function:
+    """Return a device function: the sums of a lane's sums of two kinds."""
+    return _adder(PIECES * strips)
+
+
+@cache
+def _adder(fours: int) -> Function:
+    if fours == 1:
+        return _four_added
+    half, count = _adder(fours // 2), 2 * fours
+
+    def added(a: Any, b: Any) -> Any:
+        return half(a[:count], b[:count]) + half(a[count:], b[count:])
+
+    return added
+
+
+def sums_bytes(threads: int, strips: int = 1) -> int:
     """Return the bytes of shared memory for the sums of so many threads."""
-    return _FOUR * PIECES * threads
+    return _FOUR * PIECES * strips * threads
 
 
 class Sums(NamedTuple):
@@ -90,9 +115,30 @@ class Sums(NamedTuple):
 
 
 @cache
-def sums_of(threads: int, outputs_of_block: int) -> Sums:
+def _keeper(threads: int, fours: int) -> Function:
+    """Return a device function (kept, sums) that adds so many fours of sums."""
+    apart = _FOUR * threads
+
+    def keep_four(kept: int, sums: Any) -> None:
+        a, b, c, d = _four_added(shared_load_4xf32(kept), sums)
+        shared_store_4xi32(kept, bits_of_f32(a), bits_of_f32(b), bits_of_f32(c), bits_of_f32(d))
+
+    if fours == 1:
+        return keep_four
+    half, count = _keeper(threads, fours // 2), 2 * fours
+
+    def keep(kept: int, sums: Any) -> None:
+        half(kept, sums[:count])
+        half(kept + fours // 2 * apart, sums[count:])
+
+    return keep
+
+
+@cache
+def sums_of(threads: int, outputs_of_block: int, strips: int = 1) -> Sums:
     """Return the functions for blocks of so many threads and outputs."""
     apart = _FOUR * threads
+    fours = PIECES * strips
     # Rows of gated values lie apart so that the lanes of a warp have banks of their own.
     row_floats = outputs_of_block + 4
     sub_blocks_of_block = outputs_of_block // SUB_BLOCK
@@ -100,19 +146,9 @@ def sums_of(threads: int, outputs_of_block: int) -> Sums:
 
     def clear(kept: int) -> None:
         piece = 0
-        while piece < PIECES:
+        while piece < fours:
             shared_store_4xi32(kept + apart * piece, 0, 0, 0, 0)
             piece += 1
-
-    def keep_four(kept: int, sums: Any) -> None:
-        a, b, c, d = _four_added(shared_load_4xf32(kept), sums)
-        shared_store_4xi32(kept, bits_of_f32(a), bits_of_f32(b), bits_of_f32(c), bits_of_f32(d))
-
-    def keep(kept: int, sums: Any) -> None:
-        keep_four(kept, sums[:4])
-        keep_four(kept + apart, sums[4:8])
-        keep_four(kept + 2 * apart, sums[8:12])
-        keep_four(kept + 3 * apart, sums[12:])
 
     def store_one(
         total: Any, row: int, targets: int, bias: int, y: int, outputs: int, output: int, add: int
@@ -138,9 +174,10 @@ def sums_of(threads: int, outputs_of_block: int) -> Sums:
         add: int,
     ) -> None:
         kept, own_output, number = place
-        output, end = block + own_output, number + LANE_ROWS
-        other = output + GROUP_ROWS
+        end, strip = number + LANE_ROWS, 0
         while number < end:
+            output = block + own_output + STRIP * strip
+            other = output + GROUP_ROWS
             a, b, c, d = shared_load_4xf32(kept)
             row = first + number
             if number < here and output < outputs:
@@ -152,7 +189,9 @@ def sums_of(threads: int, outputs_of_block: int) -> Sums:
             if number + 1 < here and other < outputs:
                 store_one(d, row + 1, targets, bias, y, outputs, other, add)
             kept += apart
-            number += PIECE
+            strip += 1
+            if strip == strips:
+                strip, number = 0, number + PIECE
 
     def gate(
         place: Any,
@@ -166,17 +205,19 @@ def sums_of(threads: int, outputs_of_block: int) -> Sums:
         thread: int,
     ) -> None:
         kept, own_output, number = place
-        end = number + LANE_ROWS
+        end, strip = number + LANE_ROWS, 0
         barrier()  # nobody multiplies what is in shared memory any more
         while number < end:
             a, b, c, d = shared_load_4xf32(kept)
-            value = 4 * (row_floats * number + own_output)
+            value = 4 * (row_floats * number + own_output + STRIP * strip)
             shared_store_f32(value, a)
             shared_store_f32(value + 4 * row_floats, b)
             shared_store_f32(value + 4 * GROUP_ROWS, c)
             shared_store_f32(value + 4 * (row_floats + GROUP_ROWS), d)
             kept += apart
-            number += PIECE
+            strip += 1
+            if strip == strips:
+                strip, number = 0, number + PIECE
         barrier()
         lane, number = thread & WARP - 1, thread >> 5
         while number < sub_blocks_of_block * here:
@@ -193,4 +234,4 @@ def sums_of(threads: int, outputs_of_block: int) -> Sums:
                 quantise_sub_block(value, lane, target, outputs >> _SHIFT, output >> _SHIFT)
             number += warps
 
-    return Sums(clear, keep, store, gate)
+    return Sums(clear, _keeper(threads, fours), store, gate)

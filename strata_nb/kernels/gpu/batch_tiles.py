@@ -23,7 +23,6 @@ Only pieces of eight rows that there are are multiplied.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -31,10 +30,11 @@ from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.batch_sums import (
     LANE_ROWS,
     PIECE,
-    added,
+    STRIP,
+    adder_of,
     sums_bytes,
     sums_of,
-    zeros,
+    zeros_of,
 )
 from strata_nb.kernels.gpu.fragments import fragments_of
 from strata_nb.kernels.gpu.intrinsics import (
@@ -66,11 +66,13 @@ from strata_nb.kernels.gpu.tile_rows import APART, TILE
 from strata_nb.kernels.quantised_rows import SCALES, SUB_BLOCK_BYTES, SUMS
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
-_WARPS = int(os.environ.get("VARIANT_WARPS", "4"))
+_STRIPS = 2  # of 16 outputs, of a warp
+_WARPS = 2
 THREADS = WARP * _WARPS
-OUTPUTS = 16 * _WARPS  # of a block
+OUTPUTS = STRIP * _STRIPS * _WARPS  # of a block
 ROWS = LANE_ROWS  # at most, of a block
-REGISTERS = int(os.environ.get("VARIANT_REGISTERS", "168"))  # three blocks a multiprocessor
+REGISTERS = 255  # four blocks a multiprocessor
+BLOCK_SUMS = sums_of(THREADS, OUTPUTS, _STRIPS)
 SPILLS = 64  # bytes at most that newer targets keep in memory, of what is wanted once a tile
 _QUARTERS = TILE // 2
 _TILE_BYTES = TILE * SUB_BLOCK  # of a row's quants
@@ -110,7 +112,7 @@ def _places_of(kind: TensorType) -> _Places:
     row_record = 2 * 4 * scaling_of(kind).of_rows
     set_bytes = of_rows + row_record * ROWS * _QUARTERS
     sums = 2 * stage + 2 * set_bytes
-    end = sums + sums_bytes(THREADS)
+    end = sums + sums_bytes(THREADS, _STRIPS)
     return _Places(rows, stage, 2 * stage, scales, of_rows, row_record, set_bytes, sums, end)
 
 
@@ -151,18 +153,23 @@ def _piece(kind: TensorType) -> Function:
         more = shared_load_4xf32(place + 16)
         return found[:2], found[2:], more[:2], more[2:]
 
-    def piece(sums: Any, words: Any, records: Any, x: int, of_row: int) -> Any:
+    def strip(sums: Any, words: Any, records: Any, quants: Any, of_rows: Any) -> Any:
+        b, c, d, e = quants
         upper, other_upper, lower, other_lower = records
-        b, c, d, e = shared_load_matrices(x)
         low, high = product(words[0], b, c)
         more, most = product(words[1], d, e)
-        first, third, second, fourth = rows_at(of_row)
+        first, third, second, fourth = of_rows
         return (
             add(sums[0], low[0], high[0], upper, first, more[0], most[0], other_upper, third),
             add(sums[1], low[1], high[1], upper, second, more[1], most[1], other_upper, fourth),
             add(sums[2], low[2], high[2], lower, first, more[2], most[2], other_lower, third),
             add(sums[3], low[3], high[3], lower, second, more[3], most[3], other_lower, fourth),
         )
+
+    def piece(sums: Any, words: Any, records: Any, x: int, of_row: int) -> Any:
+        quants, of_rows = shared_load_matrices(x), rows_at(of_row)
+        first = strip(sums[:4], words[0], records[0], quants, of_rows)
+        return first + strip(sums[4:], words[1], records[1], quants, of_rows)
 
     return piece
 
@@ -178,7 +185,7 @@ def _quarter(kind: TensorType) -> Function:
     scales   of two outputs' tiles
     """
     pair, piece, places = fragments_of(kind).pair, _piece(kind), _places_of(kind)
-    row_record = places.row_record
+    row_record, strip_bytes = places.row_record, 2 * fragments_of(kind).group_bytes
 
     def if_there(
         sums: Any, number: int, here: int, words: Any, records: Any, x: int, of: int
@@ -188,20 +195,23 @@ def _quarter(kind: TensorType) -> Function:
             sums = piece(sums, words, records, x, of + row_record * PIECE * number)
         return sums
 
-    def quarter(chain: Any, number: int, here: int, place: Any, scales: Any, lane: int) -> Any:
-        weights, steps, x, of = place
-        words = pair(weights, lane, number)
-        steps += _RECORD * OUTPUTS * number
+    def records_at(steps: int, upper: Any, lower: Any) -> Any:
         a, b, c, d = shared_load_4xf32(i32(steps))
         e, f, g, h = shared_load_4xf32(i32(steps + _RECORD * GROUP_ROWS))
-        upper, lower = scales
-        records = (a, b, upper), (c, d), (e, f, lower), (g, h)
+        return (a, b, upper), (c, d), (e, f, lower), (g, h)
+
+    def quarter(chain: Any, number: int, here: int, place: Any, scales: Any, lane: int) -> Any:
+        weights, steps, x, of = place
+        words = pair(weights, lane, number), pair(weights + strip_bytes, lane, number)
+        steps += _RECORD * OUTPUTS * number
+        s, t, u, v = scales
+        records = records_at(steps, s, t), records_at(steps + _RECORD * STRIP, u, v)
         x, of = i32(x + SUB_BLOCK * number), i32(of + row_record * ROWS * number)
         return (
-            piece(chain[:4], words, records, x, of)
-            + if_there(chain[4:8], 1, here, words, records, x, of)
-            + if_there(chain[8:12], 2, here, words, records, x, of)
-            + if_there(chain[12:], 3, here, words, records, x, of)
+            piece(chain[:8], words, records, x, of)
+            + if_there(chain[8:16], 1, here, words, records, x, of)
+            + if_there(chain[16:24], 2, here, words, records, x, of)
+            + if_there(chain[24:], 3, here, words, records, x, of)
         )
 
     return quarter
@@ -242,13 +252,17 @@ def _of_rows(kind: TensorType) -> tuple[Function, Function]:
 
 
 def _copy_row(target: int, row: int, tile: int, number: int) -> None:
-    """Copy every fourth 16 bytes of a tile of a row's quants, from `number` on."""
+    """Copy every other 16 bytes of a tile of a row's quants, from `number` on."""
     target += 16 * number
     source = row + i32(_TILE_BYTES * tile + 16 * number)
     copy_16(target, source)
+    copy_16(target + 32, source + 32)
     copy_16(target + 64, source + 64)
+    copy_16(target + 96, source + 96)
     copy_16(target + 128, source + 128)
+    copy_16(target + 160, source + 160)
     copy_16(target + 192, source + 192)
+    copy_16(target + 224, source + 224)
 
 
 # -- the product of a block ------------------------------------------------------------------------
@@ -269,10 +283,11 @@ def block_product(kind: TensorType) -> Function:
     The others are those of `linear` of the table.
     """
     form, places = fragments_of(kind), _places_of(kind)
-    quarter, sums = _quarter(kind), sums_of(THREADS, OUTPUTS)
+    quarter, sums = _quarter(kind), BLOCK_SUMS
     copy, read, steps_of, scale_of = form.copy, form.read, form.steps, form.scale
     read_row, store_row = _of_rows(kind)
     clear, keep = sums.clear, sums.keep
+    zeros, added = zeros_of(_STRIPS), adder_of(_STRIPS)
     bytes_of_row, group_bytes = row_bytes_of(kind), form.group_bytes
     rows_at, stage_bytes, records_at, scales_at, of_rows_at = places[:5]
     row_record, set_bytes, sums_at = places[5:8]
@@ -288,12 +303,11 @@ def block_product(kind: TensorType) -> Function:
         tile: int,
     ) -> None:
         """Ask for this thread's share of a tile: of eight outputs, and of a row."""
-        target = i32(stage + group_bytes * (thread >> 4))
-        blocks, in_group, s = sub_blocks >> 3, i32(thread & 7), i32(thread >> 3 & 1)
-        copy(target, group, rows_in_group, in_group, blocks, tile, s)
+        target = i32(stage + group_bytes * (thread >> 3))
+        copy(target, group, rows_in_group, i32(thread & 7), sub_blocks >> 3, tile)
         if has_row:
-            target = i32(stage + rows_at + _ROW_APART * (thread >> 2))
-            _copy_row(target, row, tile, i32(thread & 3))
+            target = i32(stage + rows_at + _ROW_APART * (thread >> 1))
+            _copy_row(target, row, tile, i32(thread & 1))
 
     def multiply(
         first: int,
@@ -309,24 +323,23 @@ def block_product(kind: TensorType) -> Function:
         thread, sub_blocks, tiles = i32(thread_index()), i32(values >> 5), i32(values >> 8)
         here, parts = i32(here), min(i32(parts), tiles)
         warp, lane = i32(thread >> 5), i32(thread & WARP - 1)
-        # What this thread brings: half of a group's row of outputs, a quarter of a row.
-        output = min(block + GROUP_ROWS * (thread >> 4), outputs - 1 & -GROUP_ROWS)
+        # What this thread brings: an output, and half of a row.
+        output = min(block + (thread & -GROUP_ROWS), outputs - 1 & -GROUP_ROWS)
         group = once_i64(weight + output * bytes_of_row(sub_blocks))
         rows_in_group = once_i32(i32(min(outputs - output, GROUP_ROWS)))
         in_group = once_i32(i32(min(thread & GROUP_ROWS - 1, rows_in_group - 1)))
-        column = i32(GROUP_ROWS * (thread >> 4) + (thread & GROUP_ROWS - 1))
-        first_quarter = i32(thread >> 2 & 2)
-        own, own_quarter = i32(thread >> 2), i32(thread & 3)
+        own, own_quarter = i32(thread >> 1), i32(thread & 1)
         has_row, number = own < here, first + min(own, here - 1)
         if sources != 0:
             number = load_i64(sources + 8 * number)
         row = x + number * sub_blocks * SUB_BLOCK_BYTES
-        # What it multiplies: 16 outputs of all rows for the warp.
+        # What it multiplies: 32 outputs of all rows for the warp.
         g, t, matrix = i32(lane >> 2), i32(lane & 3), i32(lane >> 3)
-        is_busy = block + 16 * warp < outputs
-        own_weights = once_i32(i32(2 * group_bytes * warp))
-        own_steps = once_i32(i32(records_at + _RECORD * (16 * warp + g)))
-        own_scales = once_i32(i32(records_at + scales_at + _SCALE * (16 * warp + g)))
+        is_busy = block + STRIP * _STRIPS * warp < outputs
+        own_weights = once_i32(i32(2 * _STRIPS * group_bytes * warp))
+        own_output = i32(STRIP * _STRIPS * warp + g)
+        own_steps = once_i32(i32(records_at + _RECORD * own_output))
+        own_scales = once_i32(i32(records_at + scales_at + _SCALE * own_output))
         of_quants = _ROW_APART * (lane & 7) + 16 * (matrix & 1) + SUB_BLOCK * APART * (matrix >> 1)
         own_x = once_i32(i32(rows_at + of_quants))
         own_rows = once_i32(i32(records_at + of_rows_at + 2 * row_record * t))
@@ -337,22 +350,24 @@ def block_product(kind: TensorType) -> Function:
         part, tile, stage, records = i32(0), i32(0), i32(0), i32(0)
         bring(stage, thread, group, rows_in_group, sub_blocks, row, has_row, tile)
         words = read(group, rows_in_group, in_group, sub_blocks, tile)
-        of_row = read_row(row, sub_blocks, own_quarter, tile)
+        one = read_row(row, sub_blocks, own_quarter, tile)
+        two = read_row(row, sub_blocks, own_quarter + 2, tile)
         while part < parts:
-            number = first_quarter
-            while number < first_quarter + 2:
+            number = i32(0)
+            while number < _QUARTERS:
                 q, r, s, u = steps_of(words, number)
-                place = i32(records_at + records + _RECORD * (column + OUTPUTS * number))
+                place = i32(records_at + records + _RECORD * (thread + OUTPUTS * number))
                 shared_store_4xi32(
                     place, bits_of_f32(q), bits_of_f32(r), bits_of_f32(s), bits_of_f32(u)
                 )
                 number += 1
-            if first_quarter == 0:
-                place = i32(records_at + scales_at + records + _SCALE * column)
-                shared_store_f32(place, scale_of(words))
+            place = i32(records_at + scales_at + records + _SCALE * thread)
+            shared_store_f32(place, scale_of(words))
             if has_row:
                 place = records_at + of_rows_at + records
-                store_row(i32(place + row_record * (own + ROWS * own_quarter)), of_row)
+                place = i32(place + row_record * (own + ROWS * own_quarter))
+                store_row(place, one)
+                store_row(place + 2 * row_record * ROWS, two)
             await_copies()
             barrier()
             next_part, next_tile = part, i32(tile + parts)
@@ -364,10 +379,16 @@ def block_product(kind: TensorType) -> Function:
                 other = i32(stage_bytes - stage)
                 bring(other, thread, group, rows_in_group, sub_blocks, row, has_row, next_tile)
                 words = read(group, rows_in_group, in_group, sub_blocks, next_tile)
-                of_row = read_row(row, sub_blocks, own_quarter, next_tile)
+                one = read_row(row, sub_blocks, own_quarter, next_tile)
+                two = read_row(row, sub_blocks, own_quarter + 2, next_tile)
             if is_busy:
                 at = own_scales + records
-                scales = shared_load_f32(at), shared_load_f32(at + _SCALE * GROUP_ROWS)
+                scales = (
+                    shared_load_f32(at),
+                    shared_load_f32(at + _SCALE * GROUP_ROWS),
+                    shared_load_f32(at + 2 * _SCALE * GROUP_ROWS),
+                    shared_load_f32(at + 3 * _SCALE * GROUP_ROWS),
+                )
                 steps, of = own_steps + records, own_rows + records
                 where = stage + own_weights, steps, stage + own_x, of
                 a = quarter(a, 0, here, where, scales, lane)
@@ -379,6 +400,6 @@ def block_product(kind: TensorType) -> Function:
                     a, b, c, d = zeros(), zeros(), zeros(), zeros()
             part, tile = next_part, next_tile
             stage, records = i32(stage_bytes - stage), i32(set_bytes - records)
-        return kept, i32(16 * warp + g), i32(2 * t)
+        return kept, own_output, i32(2 * t)
 
     return multiply
