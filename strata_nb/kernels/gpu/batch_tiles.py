@@ -43,6 +43,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     barrier,
     bits_of_f32,
     copy_16,
+    f32_of_bits,
     f32_of_i32,
     i32,
     load_f32,
@@ -66,6 +67,8 @@ from strata_nb.kernels.gpu.tile_rows import APART, TILE
 from strata_nb.kernels.quantised_rows import SCALES, SUB_BLOCK_BYTES, SUMS
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
+import os
+X = os.environ.get("VARIANT_X", "")
 _STRIPS = 2  # of 16 outputs, of a warp
 _WARPS = 2
 THREADS = WARP * _WARPS
@@ -136,9 +139,13 @@ def _piece(kind: TensorType) -> Function:
     """
     scaling = scaling_of(kind)
     halves, of_rows, add = scaling.halves, scaling.of_rows, scaling.add
+    no_imma, no_rec, no_fp = X == "noimma", X == "norec", X == "nofp"
 
     def product(a: Any, b: int, c: int) -> Any:
         begin = i32(BEYOND)
+        if no_imma:
+            both = i32(a[0] ^ b), i32(a[1] ^ c), i32(a[2] + b), i32(a[3] + c)
+            return both, both
         if halves:
             low = mma_16x8x16(a[0], a[1], b, begin, begin, begin, begin)
             return low, mma_16x8x16(a[2], a[3], c, begin, begin, begin, begin)
@@ -147,6 +154,9 @@ def _piece(kind: TensorType) -> Function:
 
     def rows_at(place: int) -> Any:
         """Return the records of the first row, of one sub-block and the other; of the second."""
+        if no_rec:
+            found = f32_of_bits(place), f32_of_bits(place + 1), f32_of_bits(place + 2), f32_of_bits(place + 3)
+            return found[:2], found[2:], found[1:3], found[2:]
         found = shared_load_4xf32(place)
         if of_rows == 1:
             return found[:1], found[1:2], found[2:3], found[3:]
@@ -159,6 +169,13 @@ def _piece(kind: TensorType) -> Function:
         low, high = product(words[0], b, c)
         more, most = product(words[1], d, e)
         first, third, second, fourth = of_rows
+        if no_fp:
+            return (
+                sums[0] + f32_of_bits(low[0]) + f32_of_bits(more[0]),
+                sums[1] + f32_of_bits(low[1]) + f32_of_bits(more[1]),
+                sums[2] + f32_of_bits(low[2]) + first[0],
+                sums[3] + f32_of_bits(low[3]) + f32_of_bits(more[3]) + third[0],
+            )
         return (
             add(sums[0], low[0], high[0], upper, first, more[0], most[0], other_upper, third),
             add(sums[1], low[1], high[1], upper, second, more[1], most[1], other_upper, fourth),
@@ -195,6 +212,13 @@ def _quarter(kind: TensorType) -> Function:
             sums = piece(sums, words, records, x, of + row_record * PIECE * number)
         return sums
 
+    in_pairs = X == "g"
+
+    def two(chain: Any, words: Any, records: Any, x: int, of: int) -> Any:
+        return piece(chain[:8], words, records, x, of) + piece(
+            chain[8:], words, records, x + _ROW_APART * PIECE, of + row_record * PIECE
+        )
+
     def records_at(steps: int, upper: Any, lower: Any) -> Any:
         a, b, c, d = shared_load_4xf32(i32(steps))
         e, f, g, h = shared_load_4xf32(i32(steps + _RECORD * GROUP_ROWS))
@@ -207,6 +231,12 @@ def _quarter(kind: TensorType) -> Function:
         s, t, u, v = scales
         records = records_at(steps, s, t), records_at(steps + _RECORD * STRIP, u, v)
         x, of = i32(x + SUB_BLOCK * number), i32(of + row_record * ROWS * number)
+        if in_pairs:
+            low = two(chain[:16], words, records, x, of)
+            high = chain[16:]
+            if here > 16:
+                high = two(high, words, records, x + 2 * _ROW_APART * PIECE, of + 2 * row_record * PIECE)
+            return low + high
         return (
             piece(chain[:8], words, records, x, of)
             + if_there(chain[8:16], 1, here, words, records, x, of)
