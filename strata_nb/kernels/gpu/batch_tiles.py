@@ -23,6 +23,7 @@ Only pieces of eight rows that there are are multiplied.
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -67,7 +68,6 @@ from strata_nb.kernels.gpu.tile_rows import APART, TILE
 from strata_nb.kernels.quantised_rows import SCALES, SUB_BLOCK_BYTES, SUMS
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
-import os
 X = os.environ.get("VARIANT_X", "")
 _STRIPS = 2  # of 16 outputs, of a warp
 _WARPS = 2
@@ -155,7 +155,12 @@ def _piece(kind: TensorType) -> Function:
     def rows_at(place: int) -> Any:
         """Return the records of the first row, of one sub-block and the other; of the second."""
         if no_rec:
-            found = f32_of_bits(place), f32_of_bits(place + 1), f32_of_bits(place + 2), f32_of_bits(place + 3)
+            found = (
+                f32_of_bits(place),
+                f32_of_bits(place + 1),
+                f32_of_bits(place + 2),
+                f32_of_bits(place + 3),
+            )
             return found[:2], found[2:], found[1:3], found[2:]
         found = shared_load_4xf32(place)
         if of_rows == 1:
@@ -235,7 +240,9 @@ def _quarter(kind: TensorType) -> Function:
             low = two(chain[:16], words, records, x, of)
             high = chain[16:]
             if here > 16:
-                high = two(high, words, records, x + 2 * _ROW_APART * PIECE, of + 2 * row_record * PIECE)
+                high = two(
+                    high, words, records, x + 2 * _ROW_APART * PIECE, of + 2 * row_record * PIECE
+                )
             return low + high
         return (
             piece(chain[:8], words, records, x, of)
