@@ -62,7 +62,7 @@ DIFFERENT_ROWS = 64  # of activations; then they come again
 DIFFERENT_EXPERTS = 4
 COMPARED = 4  # rows
 # Instructions of a warp for 64 values of 16 outputs and 8 rows (`kernels/gpu/batch_tiles.py`).
-SLOTS = {TensorType.Q4_K: 32, TensorType.Q5_K: 32, TensorType.Q6_K: 42}
+SLOTS = {TensorType.Q4_K: 34, TensorType.Q5_K: 34, TensorType.Q6_K: 44}
 PRODUCTS = ("batch_expert_", "batch_up_")
 OF_SLOTS = 2 * 64 * 16 * 8  # operations of these
 

@@ -67,7 +67,7 @@ def _product_of(kind: TensorType) -> _Product:
             batch_tiles.block_product(kind),
             batch_tiles.OUTPUTS,
             batch_tiles.ROWS,
-            batch_tiles.BLOCK_SUMS,
+            sums_of(batch_tiles.THREADS, batch_tiles.OUTPUTS),
             batch_tiles.THREADS,
             batch_tiles.shared_bytes_of(kind),
             batch_tiles.REGISTERS,

@@ -1,8 +1,7 @@
 """Keep the sums of a block of many rows in shared memory, and store what becomes of them.
 
-A warp of tensor cores has one or two *strips* of 16 outputs and 32 rows in four *pieces* of eight.
-Lane 4 * g + t has four sums of each piece and strip, the strips of a piece behind each other: of
-outputs g and g + 8 and rows 2 * t and 2 * t + 1, in the order
+A warp of tensor cores has 16 outputs of 32 rows, in four *pieces* of eight rows. Lane 4 * g + t has
+four sums of each: of outputs g and g + 8 and rows 2 * t and 2 * t + 1, in the order
 
     (g, 2 t)   (g, 2 t + 1)   (g + 8, 2 t)   (g + 8, 2 t + 1)
 
@@ -35,8 +34,7 @@ from strata_nb.kernels.gpu.operations import Function
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
-STRIP = 16  # outputs that an instruction multiplies
-PIECE = 8  # rows that it does
+PIECE = 8  # rows that an instruction multiplies
 PIECES = 4  # of a lane
 LANE_ROWS = PIECE * PIECES
 _FOUR = 16  # bytes of a piece's sums
@@ -44,53 +42,30 @@ _AT_ONCE = 8  # sub-blocks that a warp quantises
 _SHIFT = SUB_BLOCK.bit_length() - 1
 
 
+def zeros() -> Any:
+    """Return a lane's sums before anything is added."""
+    zero = f32(0.0)
+    four = zero, zero, zero, zero
+    return four + four + four + four
+
+
 def _four_added(a: Any, b: Any) -> Any:
     return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
 
 
-@cache
-def zeros_of(strips: int) -> Function:
-    """Return a device function: a lane's sums of so many strips before anything is added."""
-    return _zeros(PIECES * strips)
+def added(a: Any, b: Any) -> Any:
+    """Return the sums of a lane's sums of two kinds."""
+    return (
+        _four_added(a[:4], b[:4])
+        + _four_added(a[4:8], b[4:8])
+        + _four_added(a[8:12], b[8:12])
+        + _four_added(a[12:], b[12:])
+    )
 
 
-@cache
-def _zeros(fours: int) -> Function:
-    def four() -> Any:
-        zero = f32(0.0)
-        return zero, zero, zero, zero
-
-    if fours == 1:
-        return four
-    half = _zeros(fours // 2)
-
-    def zeros() -> Any:
-        return half() + half()
-
-    return zeros
-
-
-@cache
-def adder_of(strips: int) -> Function:
-    """Return a device function: the sums of a lane's sums of two kinds."""
-    return _adder(PIECES * strips)
-
-
-@cache
-def _adder(fours: int) -> Function:
-    if fours == 1:
-        return _four_added
-    half, count = _adder(fours // 2), 2 * fours
-
-    def added(a: Any, b: Any) -> Any:
-        return half(a[:count], b[:count]) + half(a[count:], b[count:])
-
-    return added
-
-
-def sums_bytes(threads: int, strips: int = 1) -> int:
+def sums_bytes(threads: int) -> int:
     """Return the bytes of shared memory for the sums of so many threads."""
-    return _FOUR * PIECES * strips * threads
+    return _FOUR * PIECES * threads
 
 
 class Sums(NamedTuple):
@@ -117,30 +92,9 @@ class Sums(NamedTuple):
 
 
 @cache
-def _keeper(threads: int, fours: int) -> Function:
-    """Return a device function (kept, sums) that adds so many fours of sums."""
-    apart = _FOUR * threads
-
-    def keep_four(kept: int, sums: Any) -> None:
-        a, b, c, d = _four_added(shared_load_4xf32(kept), sums)
-        shared_store_4xi32(kept, bits_of_f32(a), bits_of_f32(b), bits_of_f32(c), bits_of_f32(d))
-
-    if fours == 1:
-        return keep_four
-    half, count = _keeper(threads, fours // 2), 2 * fours
-
-    def keep(kept: int, sums: Any) -> None:
-        half(kept, sums[:count])
-        half(kept + fours // 2 * apart, sums[count:])
-
-    return keep
-
-
-@cache
-def sums_of(threads: int, outputs_of_block: int, strips: int = 1) -> Sums:
+def sums_of(threads: int, outputs_of_block: int) -> Sums:
     """Return the functions for blocks of so many threads and outputs."""
     apart = _FOUR * threads
-    fours = PIECES * strips
     # Rows of gated values lie apart so that the lanes of a warp have banks of their own.
     row_floats = outputs_of_block + 4
     sub_blocks_of_block = outputs_of_block // SUB_BLOCK
@@ -148,9 +102,19 @@ def sums_of(threads: int, outputs_of_block: int, strips: int = 1) -> Sums:
 
     def clear(kept: int) -> None:
         piece = 0
-        while piece < fours:
+        while piece < PIECES:
             shared_store_4xi32(kept + apart * piece, 0, 0, 0, 0)
             piece += 1
+
+    def keep_four(kept: int, sums: Any) -> None:
+        a, b, c, d = _four_added(shared_load_4xf32(kept), sums)
+        shared_store_4xi32(kept, bits_of_f32(a), bits_of_f32(b), bits_of_f32(c), bits_of_f32(d))
+
+    def keep(kept: int, sums: Any) -> None:
+        keep_four(kept, sums[:4])
+        keep_four(kept + apart, sums[4:8])
+        keep_four(kept + 2 * apart, sums[8:12])
+        keep_four(kept + 3 * apart, sums[12:])
 
     def store_one(
         total: Any, row: int, targets: int, bias: int, y: int, outputs: int, output: int, add: int
@@ -176,10 +140,9 @@ def sums_of(threads: int, outputs_of_block: int, strips: int = 1) -> Sums:
         add: int,
     ) -> None:
         kept, own_output, number = place
-        end, strip = number + LANE_ROWS, 0
+        output, end = block + own_output, number + LANE_ROWS
+        other = output + GROUP_ROWS
         while number < end:
-            output = block + own_output + STRIP * strip
-            other = output + GROUP_ROWS
             a, b, c, d = shared_load_4xf32(kept)
             row = first + number
             if number < here and output < outputs:
@@ -191,9 +154,7 @@ def sums_of(threads: int, outputs_of_block: int, strips: int = 1) -> Sums:
             if number + 1 < here and other < outputs:
                 store_one(d, row + 1, targets, bias, y, outputs, other, add)
             kept += apart
-            strip += 1
-            if strip == strips:
-                strip, number = 0, number + PIECE
+            number += PIECE
 
     def gated(x: Any, up: Any) -> Any:
         return silu(x[0]) * up[0], silu(x[1]) * up[1], silu(x[2]) * up[2], silu(x[3]) * up[3]
@@ -214,19 +175,17 @@ def sums_of(threads: int, outputs_of_block: int, strips: int = 1) -> Sums:
         thread: int,
     ) -> None:
         kept, own_output, number = place
-        end, strip = number + LANE_ROWS, 0
+        end = number + LANE_ROWS
         barrier()  # nobody multiplies what is in shared memory any more
         while number < end:
             a, b, c, d = shared_load_4xf32(kept)
-            value = 4 * (row_floats * number + own_output + STRIP * strip)
+            value = 4 * (row_floats * number + own_output)
             shared_store_f32(value, a)
             shared_store_f32(value + 4 * row_floats, b)
             shared_store_f32(value + 4 * GROUP_ROWS, c)
             shared_store_f32(value + 4 * (row_floats + GROUP_ROWS), d)
             kept += apart
-            strip += 1
-            if strip == strips:
-                strip, number = 0, number + PIECE
+            number += PIECE
         barrier()
         # Four lanes have a sub-block of a row, eight values each.
         lane, number = thread & WARP - 1, _AT_ONCE * (thread >> 5)
@@ -249,4 +208,4 @@ def sums_of(threads: int, outputs_of_block: int, strips: int = 1) -> Sums:
             quantise_quarter(a + b, lane, target, outputs >> _SHIFT, output >> _SHIFT, is_there)
             number += _AT_ONCE * warps
 
-    return Sums(clear, _keeper(threads, fours), store, gate)
+    return Sums(clear, keep, store, gate)

@@ -23,7 +23,6 @@ Only pieces of eight rows that there are are multiplied.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -31,11 +30,10 @@ from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.batch_sums import (
     LANE_ROWS,
     PIECE,
-    STRIP,
-    adder_of,
+    added,
     sums_bytes,
     sums_of,
-    zeros_of,
+    zeros,
 )
 from strata_nb.kernels.gpu.fragments import fragments_of
 from strata_nb.kernels.gpu.intrinsics import (
@@ -44,7 +42,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     barrier,
     bits_of_f32,
     copy_16,
-    f32_of_bits,
     f32_of_i32,
     i32,
     load_f32,
@@ -68,14 +65,11 @@ from strata_nb.kernels.gpu.tile_rows import APART, TILE
 from strata_nb.kernels.quantised_rows import SCALES, SUB_BLOCK_BYTES, SUMS
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
-X = os.environ.get("VARIANT_X", "")
-_STRIPS = 2  # of 16 outputs, of a warp
-_WARPS = 2
+_WARPS = 4
 THREADS = WARP * _WARPS
-OUTPUTS = STRIP * _STRIPS * _WARPS  # of a block
+OUTPUTS = 16 * _WARPS  # of a block
 ROWS = LANE_ROWS  # at most, of a block
-REGISTERS = 255  # four blocks a multiprocessor
-BLOCK_SUMS = sums_of(THREADS, OUTPUTS, _STRIPS)
+REGISTERS = 168  # three blocks a multiprocessor
 SPILLS = 64  # bytes at most that newer targets keep in memory, of what is wanted once a tile
 _QUARTERS = TILE // 2
 _TILE_BYTES = TILE * SUB_BLOCK  # of a row's quants
@@ -115,7 +109,7 @@ def _places_of(kind: TensorType) -> _Places:
     row_record = 2 * 4 * scaling_of(kind).of_rows
     set_bytes = of_rows + row_record * ROWS * _QUARTERS
     sums = 2 * stage + 2 * set_bytes
-    end = sums + sums_bytes(THREADS, _STRIPS)
+    end = sums + sums_bytes(THREADS)
     return _Places(rows, stage, 2 * stage, scales, of_rows, row_record, set_bytes, sums, end)
 
 
@@ -139,13 +133,9 @@ def _piece(kind: TensorType) -> Function:
     """
     scaling = scaling_of(kind)
     halves, of_rows, add = scaling.halves, scaling.of_rows, scaling.add
-    no_imma, no_rec, no_fp = X == "noimma", X == "norec", X == "nofp"
 
     def product(a: Any, b: int, c: int) -> Any:
         begin = i32(BEYOND)
-        if no_imma:
-            both = i32(a[0] ^ b), i32(a[1] ^ c), i32(a[2] + b), i32(a[3] + c)
-            return both, both
         if halves:
             low = mma_16x8x16(a[0], a[1], b, begin, begin, begin, begin)
             return low, mma_16x8x16(a[2], a[3], c, begin, begin, begin, begin)
@@ -154,44 +144,24 @@ def _piece(kind: TensorType) -> Function:
 
     def rows_at(place: int) -> Any:
         """Return the records of the first row, of one sub-block and the other; of the second."""
-        if no_rec:
-            found = (
-                f32_of_bits(place),
-                f32_of_bits(place + 1),
-                f32_of_bits(place + 2),
-                f32_of_bits(place + 3),
-            )
-            return found[:2], found[2:], found[1:3], found[2:]
         found = shared_load_4xf32(place)
         if of_rows == 1:
             return found[:1], found[1:2], found[2:3], found[3:]
         more = shared_load_4xf32(place + 16)
         return found[:2], found[2:], more[:2], more[2:]
 
-    def strip(sums: Any, words: Any, records: Any, quants: Any, of_rows: Any) -> Any:
-        b, c, d, e = quants
+    def piece(sums: Any, words: Any, records: Any, x: int, of_row: int) -> Any:
         upper, other_upper, lower, other_lower = records
+        b, c, d, e = shared_load_matrices(x)
         low, high = product(words[0], b, c)
         more, most = product(words[1], d, e)
-        first, third, second, fourth = of_rows
-        if no_fp:
-            return (
-                sums[0] + f32_of_bits(low[0]) + f32_of_bits(more[0]),
-                sums[1] + f32_of_bits(low[1]) + f32_of_bits(more[1]),
-                sums[2] + f32_of_bits(low[2]) + first[0],
-                sums[3] + f32_of_bits(low[3]) + f32_of_bits(more[3]) + third[0],
-            )
+        first, third, second, fourth = rows_at(of_row)
         return (
             add(sums[0], low[0], high[0], upper, first, more[0], most[0], other_upper, third),
             add(sums[1], low[1], high[1], upper, second, more[1], most[1], other_upper, fourth),
             add(sums[2], low[2], high[2], lower, first, more[2], most[2], other_lower, third),
             add(sums[3], low[3], high[3], lower, second, more[3], most[3], other_lower, fourth),
         )
-
-    def piece(sums: Any, words: Any, records: Any, x: int, of_row: int) -> Any:
-        quants, of_rows = shared_load_matrices(x), rows_at(of_row)
-        first = strip(sums[:4], words[0], records[0], quants, of_rows)
-        return first + strip(sums[4:], words[1], records[1], quants, of_rows)
 
     return piece
 
@@ -207,7 +177,7 @@ def _quarter(kind: TensorType) -> Function:
     scales   of two outputs' tiles
     """
     pair, piece, places = fragments_of(kind).pair, _piece(kind), _places_of(kind)
-    row_record, strip_bytes = places.row_record, 2 * fragments_of(kind).group_bytes
+    row_record = places.row_record
 
     def if_there(
         sums: Any, number: int, here: int, words: Any, records: Any, x: int, of: int
@@ -217,38 +187,20 @@ def _quarter(kind: TensorType) -> Function:
             sums = piece(sums, words, records, x, of + row_record * PIECE * number)
         return sums
 
-    in_pairs = X == "g"
-
-    def two(chain: Any, words: Any, records: Any, x: int, of: int) -> Any:
-        return piece(chain[:8], words, records, x, of) + piece(
-            chain[8:], words, records, x + _ROW_APART * PIECE, of + row_record * PIECE
-        )
-
-    def records_at(steps: int, upper: Any, lower: Any) -> Any:
-        a, b, c, d = shared_load_4xf32(i32(steps))
-        e, f, g, h = shared_load_4xf32(i32(steps + _RECORD * GROUP_ROWS))
-        return (a, b, upper), (c, d), (e, f, lower), (g, h)
-
     def quarter(chain: Any, number: int, here: int, place: Any, scales: Any, lane: int) -> Any:
         weights, steps, x, of = place
-        words = pair(weights, lane, number), pair(weights + strip_bytes, lane, number)
+        words = pair(weights, lane, number)
         steps += _RECORD * OUTPUTS * number
-        s, t, u, v = scales
-        records = records_at(steps, s, t), records_at(steps + _RECORD * STRIP, u, v)
+        a, b, c, d = shared_load_4xf32(i32(steps))
+        e, f, g, h = shared_load_4xf32(i32(steps + _RECORD * GROUP_ROWS))
+        upper, lower = scales
+        records = (a, b, upper), (c, d), (e, f, lower), (g, h)
         x, of = i32(x + SUB_BLOCK * number), i32(of + row_record * ROWS * number)
-        if in_pairs:
-            low = two(chain[:16], words, records, x, of)
-            high = chain[16:]
-            if here > 16:
-                high = two(
-                    high, words, records, x + 2 * _ROW_APART * PIECE, of + 2 * row_record * PIECE
-                )
-            return low + high
         return (
-            piece(chain[:8], words, records, x, of)
-            + if_there(chain[8:16], 1, here, words, records, x, of)
-            + if_there(chain[16:24], 2, here, words, records, x, of)
-            + if_there(chain[24:], 3, here, words, records, x, of)
+            piece(chain[:4], words, records, x, of)
+            + if_there(chain[4:8], 1, here, words, records, x, of)
+            + if_there(chain[8:12], 2, here, words, records, x, of)
+            + if_there(chain[12:], 3, here, words, records, x, of)
         )
 
     return quarter
@@ -289,17 +241,13 @@ def _of_rows(kind: TensorType) -> tuple[Function, Function]:
 
 
 def _copy_row(target: int, row: int, tile: int, number: int) -> None:
-    """Copy every other 16 bytes of a tile of a row's quants, from `number` on."""
+    """Copy every fourth 16 bytes of a tile of a row's quants, from `number` on."""
     target += 16 * number
     source = row + i32(_TILE_BYTES * tile + 16 * number)
     copy_16(target, source)
-    copy_16(target + 32, source + 32)
     copy_16(target + 64, source + 64)
-    copy_16(target + 96, source + 96)
     copy_16(target + 128, source + 128)
-    copy_16(target + 160, source + 160)
     copy_16(target + 192, source + 192)
-    copy_16(target + 224, source + 224)
 
 
 # -- the product of a block ------------------------------------------------------------------------
@@ -320,11 +268,10 @@ def block_product(kind: TensorType) -> Function:
     The others are those of `linear` of the table.
     """
     form, places = fragments_of(kind), _places_of(kind)
-    quarter, sums = _quarter(kind), BLOCK_SUMS
+    quarter, sums = _quarter(kind), sums_of(THREADS, OUTPUTS)
     copy, read, steps_of, scale_of = form.copy, form.read, form.steps, form.scale
     read_row, store_row = _of_rows(kind)
     clear, keep = sums.clear, sums.keep
-    zeros, added = zeros_of(_STRIPS), adder_of(_STRIPS)
     bytes_of_row, group_bytes = row_bytes_of(kind), form.group_bytes
     rows_at, stage_bytes, records_at, scales_at, of_rows_at = places[:5]
     row_record, set_bytes, sums_at = places[5:8]
@@ -340,11 +287,12 @@ def block_product(kind: TensorType) -> Function:
         tile: int,
     ) -> None:
         """Ask for this thread's share of a tile: of eight outputs, and of a row."""
-        target = i32(stage + group_bytes * (thread >> 3))
-        copy(target, group, rows_in_group, i32(thread & 7), sub_blocks >> 3, tile)
+        target = i32(stage + group_bytes * (thread >> 4))
+        blocks, in_group, s = sub_blocks >> 3, i32(thread & 7), i32(thread >> 3 & 1)
+        copy(target, group, rows_in_group, in_group, blocks, tile, s)
         if has_row:
-            target = i32(stage + rows_at + _ROW_APART * (thread >> 1))
-            _copy_row(target, row, tile, i32(thread & 1))
+            target = i32(stage + rows_at + _ROW_APART * (thread >> 2))
+            _copy_row(target, row, tile, i32(thread & 3))
 
     def multiply(
         first: int,
@@ -360,23 +308,24 @@ def block_product(kind: TensorType) -> Function:
         thread, sub_blocks, tiles = i32(thread_index()), i32(values >> 5), i32(values >> 8)
         here, parts = i32(here), min(i32(parts), tiles)
         warp, lane = i32(thread >> 5), i32(thread & WARP - 1)
-        # What this thread brings: an output, and half of a row.
-        output = min(block + (thread & -GROUP_ROWS), outputs - 1 & -GROUP_ROWS)
+        # What this thread brings: half of a group's row of outputs, a quarter of a row.
+        output = min(block + GROUP_ROWS * (thread >> 4), outputs - 1 & -GROUP_ROWS)
         group = once_i64(weight + output * bytes_of_row(sub_blocks))
         rows_in_group = once_i32(i32(min(outputs - output, GROUP_ROWS)))
         in_group = once_i32(i32(min(thread & GROUP_ROWS - 1, rows_in_group - 1)))
-        own, own_quarter = i32(thread >> 1), i32(thread & 1)
+        column = i32(GROUP_ROWS * (thread >> 4) + (thread & GROUP_ROWS - 1))
+        first_quarter = i32(thread >> 2 & 2)
+        own, own_quarter = i32(thread >> 2), i32(thread & 3)
         has_row, number = own < here, first + min(own, here - 1)
         if sources != 0:
             number = load_i64(sources + 8 * number)
         row = x + number * sub_blocks * SUB_BLOCK_BYTES
-        # What it multiplies: 32 outputs of all rows for the warp.
+        # What it multiplies: 16 outputs of all rows for the warp.
         g, t, matrix = i32(lane >> 2), i32(lane & 3), i32(lane >> 3)
-        is_busy = block + STRIP * _STRIPS * warp < outputs
-        own_weights = once_i32(i32(2 * _STRIPS * group_bytes * warp))
-        own_output = i32(STRIP * _STRIPS * warp + g)
-        own_steps = once_i32(i32(records_at + _RECORD * own_output))
-        own_scales = once_i32(i32(records_at + scales_at + _SCALE * own_output))
+        is_busy = block + 16 * warp < outputs
+        own_weights = once_i32(i32(2 * group_bytes * warp))
+        own_steps = once_i32(i32(records_at + _RECORD * (16 * warp + g)))
+        own_scales = once_i32(i32(records_at + scales_at + _SCALE * (16 * warp + g)))
         of_quants = _ROW_APART * (lane & 7) + 16 * (matrix & 1) + SUB_BLOCK * APART * (matrix >> 1)
         own_x = once_i32(i32(rows_at + of_quants))
         own_rows = once_i32(i32(records_at + of_rows_at + 2 * row_record * t))
@@ -387,24 +336,22 @@ def block_product(kind: TensorType) -> Function:
         part, tile, stage, records = i32(0), i32(0), i32(0), i32(0)
         bring(stage, thread, group, rows_in_group, sub_blocks, row, has_row, tile)
         words = read(group, rows_in_group, in_group, sub_blocks, tile)
-        one = read_row(row, sub_blocks, own_quarter, tile)
-        two = read_row(row, sub_blocks, own_quarter + 2, tile)
+        of_row = read_row(row, sub_blocks, own_quarter, tile)
         while part < parts:
-            number = i32(0)
-            while number < _QUARTERS:
+            number = first_quarter
+            while number < first_quarter + 2:
                 q, r, s, u = steps_of(words, number)
-                place = i32(records_at + records + _RECORD * (thread + OUTPUTS * number))
+                place = i32(records_at + records + _RECORD * (column + OUTPUTS * number))
                 shared_store_4xi32(
                     place, bits_of_f32(q), bits_of_f32(r), bits_of_f32(s), bits_of_f32(u)
                 )
                 number += 1
-            place = i32(records_at + scales_at + records + _SCALE * thread)
-            shared_store_f32(place, scale_of(words))
+            if first_quarter == 0:
+                place = i32(records_at + scales_at + records + _SCALE * column)
+                shared_store_f32(place, scale_of(words))
             if has_row:
                 place = records_at + of_rows_at + records
-                place = i32(place + row_record * (own + ROWS * own_quarter))
-                store_row(place, one)
-                store_row(place + 2 * row_record * ROWS, two)
+                store_row(i32(place + row_record * (own + ROWS * own_quarter)), of_row)
             await_copies()
             barrier()
             next_part, next_tile = part, i32(tile + parts)
@@ -416,16 +363,10 @@ def block_product(kind: TensorType) -> Function:
                 other = i32(stage_bytes - stage)
                 bring(other, thread, group, rows_in_group, sub_blocks, row, has_row, next_tile)
                 words = read(group, rows_in_group, in_group, sub_blocks, next_tile)
-                one = read_row(row, sub_blocks, own_quarter, next_tile)
-                two = read_row(row, sub_blocks, own_quarter + 2, next_tile)
+                of_row = read_row(row, sub_blocks, own_quarter, next_tile)
             if is_busy:
                 at = own_scales + records
-                scales = (
-                    shared_load_f32(at),
-                    shared_load_f32(at + _SCALE * GROUP_ROWS),
-                    shared_load_f32(at + 2 * _SCALE * GROUP_ROWS),
-                    shared_load_f32(at + 3 * _SCALE * GROUP_ROWS),
-                )
+                scales = shared_load_f32(at), shared_load_f32(at + _SCALE * GROUP_ROWS)
                 steps, of = own_steps + records, own_rows + records
                 where = stage + own_weights, steps, stage + own_x, of
                 a = quarter(a, 0, here, where, scales, lane)
@@ -437,6 +378,6 @@ def block_product(kind: TensorType) -> Function:
                     a, b, c, d = zeros(), zeros(), zeros(), zeros()
             part, tile = next_part, next_tile
             stage, records = i32(stage_bytes - stage), i32(set_bytes - records)
-        return kept, own_output, i32(2 * t)
+        return kept, i32(16 * warp + g), i32(2 * t)
 
     return multiply

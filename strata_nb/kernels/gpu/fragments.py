@@ -48,8 +48,8 @@ class Fragments(NamedTuple):
     """Hold device functions that read tiles of a type.
 
     group_bytes  of a tile of a group in shared memory
-    copy         (target, group, rows_in_group, row, blocks, tile): copy what a row of a group has
-                 of a tile's quants to `target` in shared memory
+    copy         (target, group, rows_in_group, row, blocks, tile, s): copy what a row of a group
+                 has of every other sub-block of a tile, from s on, to `target` in shared memory
     pair         (place, lane, quarter) -> the words of A of sub-blocks `quarter` and, behind them,
                  quarter + 4; place is that of a tile of two groups in shared memory
     read         (group, rows_in_group, row, sub_blocks, tile) -> words that hold a row's scales
@@ -81,23 +81,19 @@ def _copier(parts: list[Field]) -> tuple[int, Function, list[int]]:
 
     def copier(field: Field, start: int) -> Function:
         place, width, move = place_of(field), field.width, _COPIES[field.width]
-        apart = GROUP_ROWS * width
+        apart = 2 * GROUP_ROWS * width
 
         def copy(
-            target: int, group: int, rows_in_group: int, row: int, blocks: int, tile: int
+            target: int, group: int, rows_in_group: int, row: int, blocks: int, tile: int, s: int
         ) -> None:
             there = i32(min(row, rows_in_group - 1))
-            source = place(group, rows_in_group, there, blocks, TILE * tile)
-            further = i32(width * rows_in_group)
-            target += start + width * row
+            source = place(group, rows_in_group, there, blocks, TILE * tile + s)
+            further = i32(2 * width * rows_in_group)
+            target += start + width * (GROUP_ROWS * s + row)
             move(target, source)
             move(target + apart, source + further)
             move(target + 2 * apart, source + 2 * further)
             move(target + 3 * apart, source + 3 * further)
-            move(target + 4 * apart, source + 4 * further)
-            move(target + 5 * apart, source + 5 * further)
-            move(target + 6 * apart, source + 6 * further)
-            move(target + 7 * apart, source + 7 * further)
 
         return copy
 
@@ -106,9 +102,11 @@ def _copier(parts: list[Field]) -> tuple[int, Function, list[int]]:
         return end, first, starts
     (second,) = others
 
-    def both(target: int, group: int, rows_in_group: int, row: int, blocks: int, tile: int) -> None:
-        first(target, group, rows_in_group, row, blocks, tile)
-        second(target, group, rows_in_group, row, blocks, tile)
+    def both(
+        target: int, group: int, rows_in_group: int, row: int, blocks: int, tile: int, s: int
+    ) -> None:
+        first(target, group, rows_in_group, row, blocks, tile, s)
+        second(target, group, rows_in_group, row, blocks, tile, s)
 
     return end, both, starts
 

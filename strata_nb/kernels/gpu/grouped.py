@@ -29,10 +29,10 @@ from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.batch_sums import (
     LANE_ROWS,
     PIECE,
-    adder_of,
+    added,
     sums_bytes,
     sums_of,
-    zeros_of,
+    zeros,
 )
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
@@ -290,7 +290,6 @@ def block_product(kind: TensorType) -> Function:
     table = 2 * half_bytes + sums_bytes(THREADS)
     sums = sums_of(THREADS, OUTPUTS)
     clear, keep = sums.clear, sums.keep
-    zeros, added = zeros_of(1), adder_of(1)
     fill = table_filler(kind, table, THREADS)
     bytes_of_row = row_bytes_of(kind)
 
