@@ -55,7 +55,13 @@ class Memory:
     """Hold the arrays that a kernel may use; it may write those in `written`.
 
     Launches that share one follow each other, and may overlap: it knows which wrote what.
+
+    others     called before a word is loaded that others of the system may write: plays those
+    clock_ns   moves on by `tick_ns` whenever a kernel asks for the time
     """
+
+    others: Callable[[], None] = staticmethod(lambda: None)
+    clock_ns, tick_ns = 10**15, 1000
 
     def __init__(self, written: Sequence[Any], read: Sequence[Any] = ()) -> None:
         blocks = [(array.ctypes.data, array.nbytes, True) for array in written]
@@ -114,8 +120,8 @@ class _Lane(greenlet):
     block: tuple[int, int, int]
     grid: tuple[int, int, int]
     shared: bytearray
-    copies: list[Any]  # that it has asked for and not waited for
     has_waited: bool  # for the launch in front
+    copies: list[list[Callable[[], None]]]  # groups on their way to shared memory
     sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
 
 
@@ -148,7 +154,7 @@ def run(
                     for thread, lane in enumerate(lanes):
                         lane.gr_context = copy_context()  # in which the errstate holds
                         lane.thread, lane.block, lane.grid = thread, (x, y, z), grid
-                        lane.shared, lane.copies = shared, []
+                        lane.shared, lane.copies = shared, [[]]
                         lane.has_waited, lane.sees_all = waits_at_its_entry, sees_all
                     _run_block(lanes, words, backwards=(x + y + z) % 2 == 1)
 
@@ -371,6 +377,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "bits_of_f32": lambda x: int(np.float32(x).view(np.int32)),
     "f32_of_bits": lambda bits: np.array(bits, np.int32).view(np.float32)[()],
     "f32_of_half": _half,
+    "halves_of_f32": lambda x, y: int(np.array([x, y], np.float16).view(np.int32)[0]),
     "half_of_f32": lambda x: int(np.float16(x).view(np.uint16)),
     "nearest_i32": _nearest,
     "truncated_i64": _truncated,
@@ -406,6 +413,24 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
             getcurrent().has_waited = True
 
         return await_previous
+    if name == "end_copies":
+        return lambda: getcurrent().copies.append([])
+    if name in ("await_copies", "await_older_copies"):
+        leaves = (
+            2 if name == "await_older_copies" else 0
+        )  # the last that was ended, and the open one
+
+        def await_copies() -> None:
+            lane = getcurrent()
+            groups = [[], *lane.copies]
+            ready, lane.copies = (
+                groups[: len(groups) - leaves],
+                groups[len(groups) - leaves :] or [[]],
+            )
+            for put in (put for group in ready for put in group):
+                put()
+
+        return await_copies
     if name == "hold":
         return lambda _: None
     if name == "prefetch":
@@ -430,6 +455,24 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
             return found
 
         return arrive
+    if name == "nanoseconds":
+
+        def nanoseconds() -> int:
+            memory.clock_ns += memory.tick_ns
+            return memory.clock_ns
+
+        return nanoseconds
+    if name == "load_system_i64":
+        load_word = _access("load_i64", memory)
+
+        def load_system(place: int) -> int:
+            memory.others()
+            word: int = load_word(place)
+            return word
+
+        return load_system
+    if name == "store_system_i64":
+        return _access("store_i64", memory)
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
     if name == "shared_load_matrices":
@@ -449,19 +492,15 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
             _access(f"shared_store_{words}", memory),
         )
 
-        def copy(place: int, address: int) -> None:
-            found = load(address)
-            getcurrent().copies.append((store_shared, place, found if size > 4 else (found,)))
+        def copy(place: int, address: int) -> None:  # at once, or as late as may be
+            found, lane = load(address), getcurrent()
+            values = found if size > 4 else (found,)
+            if lane.thread % 2:
+                store_shared(place, *values)
+            else:
+                lane.copies[-1].append(lambda: store_shared(place, *values))
 
         return copy
-    if name == "await_copies":
-
-        def await_copies() -> None:
-            for store, place, found in getcurrent().copies:
-                store(place, *found)
-            getcurrent().copies.clear()
-
-        return await_copies
     if name in _PRODUCTS:
         return lambda *words: getcurrent().parent.switch((name, words, 0))
     if name.startswith("shuffle_xor_"):

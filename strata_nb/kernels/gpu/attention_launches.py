@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from strata_nb.kernels.gpu.attention_tiles import takes, tiles_attention_kernel
+from strata_nb.kernels.gpu.batches import WINDOW_ROWS
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.combining import ARGUMENTS as COMBINE
 from strata_nb.kernels.gpu.combining import combine_kernel
@@ -29,21 +31,21 @@ class Fused(NamedTuple):
     taken: int
 
 
-def with_runs(program: Sequence[Launch]) -> Iterator[Launch | CardLaunch]:
-    """Yield launches, with those of each layer's attention as a card has them."""
+def with_runs(program: Sequence[Launch], rows: int) -> Iterator[Launch | CardLaunch]:
+    """Yield launches of so many rows, with those of each layer's attention as a card has them."""
     number = 0
     while number < len(program):
-        fused = _fused(program, number)
+        fused = _fused(program, number, rows)
         yield from fused.made if fused else program[number : number + 1]
         number += fused.taken if fused else 1
 
 
-def _fused(program: Sequence[Launch], start: int) -> Fused | None:
+def _fused(program: Sequence[Launch], start: int, rows: int) -> Fused | None:
     """Return what a card launches for the launches from `start` on, None if they are no part of
     attention that is launched otherwise."""
     first = program[start]
     if first.kernel == "attention":
-        return _attention(program, start)
+        return _attention(program, start, rows)
     for normed in (True, False):
         names = ("rms_norm", "rms_norm", "rope", "kv_append")[0 if normed else 2 :]
         found = program[start : start + len(names)]
@@ -54,9 +56,13 @@ def _fused(program: Sequence[Launch], start: int) -> Fused | None:
     return None
 
 
-def _attention(program: Sequence[Launch], start: int) -> Fused:
+def _attention(program: Sequence[Launch], start: int, rows: int) -> Fused:
     one = program[start]
     given = arguments_of(one)
+    attention = card_launch(one)
+    sizes = given["key_length"], given["value_length"]
+    if rows > WINDOW_ROWS and one.variant == ("f16", "f16") and takes("f16", "f16", *sizes):
+        attention = attention._replace(kernel=tiles_attention_kernel(*sizes))
     heads, length = given["heads"], given["value_length"]
     packed = 0
     if length % 32 == 0 and start + 1 < len(program) and program[start + 1].kernel == "quantise":
@@ -71,7 +77,7 @@ def _attention(program: Sequence[Launch], start: int) -> Fused:
         {name: values[name] for name, _ in COMBINE},
         tuple(kind for _, kind in COMBINE),
     )
-    return Fused([card_launch(one), combine], 2 if packed else 1)
+    return Fused([attention, combine], 2 if packed else 1)
 
 
 def _prepare(found: Sequence[Launch], *, normed: bool) -> CardLaunch | None:

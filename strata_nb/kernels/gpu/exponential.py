@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from strata_nb.kernels.gpu.intrinsics import (
+    bits_of_f32,
     f32,
     f32_of_bits,
     f32_of_i32,
@@ -25,6 +26,8 @@ _HIGHEST, _LOWEST = 89.0, -104.0
 _LOG2_E = 1 / math.log(2)
 _LN2_HIGH = 0.693359375  # 9 bits: its product with n is exact
 _LN2_LOW = math.log(2) - _LN2_HIGH
+_ROUNDING = 1.5 * 2**23
+_LEAST_WEIGHED = -64.0
 _C2, _C3, _C4, _C5, _C6, _C7 = (1 / math.factorial(n) for n in range(2, 8))
 
 
@@ -47,6 +50,27 @@ def exp(x: Any) -> Any:
     half = whole >> 1
     p = p * f32_of_bits(i32((half + 127) << 23)) * f32_of_bits(i32((whole - half + 127) << 23))
     return x if x != x else p
+
+
+def weight_of(x: Any) -> Any:
+    """Return exp(x) * 2 ** 15 of a float32 that is 0 at most, with the bits of `exp`.
+
+    Below -64 it is 0: that is less than what a sum with a weight of 2 ** 15 in it can hold. In
+    fewer steps: adding 1.5 * 2 ** 23 rounds to an integer, and leaves it in the lowest bits.
+    """
+    rounded = x * f32(_LOG2_E) + f32(_ROUNDING)
+    n = rounded - f32(_ROUNDING)
+    r = fma(n, f32(-_LN2_HIGH), x)
+    r = fma(n, f32(-_LN2_LOW), r)
+    p = fma(r, f32(_C7), f32(_C6))
+    p = fma(p, r, f32(_C5))
+    p = fma(p, r, f32(_C4))
+    p = fma(p, r, f32(_C3))
+    p = fma(p, r, f32(_C2))
+    p = fma(p, r, f32(1.0))
+    p = fma(p, r, f32(1.0))
+    p = p * f32_of_bits(i32((bits_of_f32(rounded) << 23) + ((127 + 15) << 23)))
+    return f32(0.0) if x < f32(_LEAST_WEIGHED) else p
 
 
 def sigmoid(x: Any) -> Any:

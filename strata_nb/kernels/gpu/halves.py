@@ -14,7 +14,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     bits_of_f32,
     f32_of_bits,
     f32_of_half,
-    half_of_f32,
+    halves_of_f32,
     i32,
     load_4xi32,
     mma_16x8x8,
@@ -23,7 +23,6 @@ from strata_nb.kernels.gpu.intrinsics import (
 )
 from strata_nb.kernels.gpu.operations import Function
 
-_LOW_HALF, _HIGH_HALF = 0xFFFF, -0x10000
 _MAGNITUDE, _EXPONENT = 0x7FFFFFFF, 0x7F800000
 _MANTISSA_BITS = 23
 _LEAST_EXPONENT = 15  # as float32 has them: 2 ** -112; below, floats are as good as zero
@@ -32,19 +31,9 @@ _TOP = 14  # the exponent to which the largest float is brought: a half has 15 a
 
 def halves_of(x: Any, y: Any) -> Any:
     """Return two floats as two words: their nearest halves, and the halves nearest to the rest."""
-    first, second = half_of_f32(x), half_of_f32(y)
-    rest, other = x - f32_of_half(first), y - f32_of_half(second)
-    return i32(first | second << 16), i32(half_of_f32(rest) | half_of_f32(other) << 16)
-
-
-def low_halves(a: Any, b: Any) -> Any:
-    """Return the word of the lower halves of two words."""
-    return i32((a & _LOW_HALF) | (b << 16))
-
-
-def high_halves(a: Any, b: Any) -> Any:
-    """Return the word of the upper halves of two words."""
-    return i32(((a >> 16) & _LOW_HALF) | (b & _HIGH_HALF))
+    nearest = halves_of_f32(x, y)
+    rest, other = x - f32_of_half(nearest), y - f32_of_half(i32(nearest >> 16))
+    return nearest, halves_of_f32(rest, other)
 
 
 def magnitude_of(x: Any) -> Any:

@@ -240,6 +240,9 @@ shared_load_2xi32 = Intrinsic(
 shared_load_2xf32 = Intrinsic(
     "shared_load_2xf32", "2xf32(i64)", body=_load_vector(2, "f32", _shared, constant=False)
 )
+shared_load_4xi32 = Intrinsic(
+    "shared_load_4xi32", "4xi32(i64)", body=_load_vector(4, "i32", _shared, constant=False)
+)
 shared_load_4xf32 = Intrinsic(
     "shared_load_4xf32", "4xf32(i64)", body=_load_vector(4, "f32", _shared, constant=False)
 )
@@ -253,7 +256,8 @@ shared_store_4xi32 = Intrinsic(
 
 # Copies of 16, 8 or 4 bytes of memory that nothing writes into shared memory: to an offset, from an
 # address, both multiples of the size. They are there behind `await_copies`, of other threads behind
-# a barrier too. A thread waits for all that it asked for.
+# a barrier too. A thread waits for all that it asked for; or, with `await_older_copies`, for all
+# groups, which `end_copies` ends, but the last one. Cards before 8.0 copy at once.
 
 
 def _nvidia_copy(size: int) -> Emit:
@@ -302,6 +306,12 @@ def _copy(size: int) -> Intrinsic:
 copy_16, copy_8, copy_4 = _copy(16), _copy(8), _copy(4)
 await_copies = Intrinsic(
     "await_copies", "void()", ptx=since(80, "cp.async.wait_all;", ""), amdgpu=_nothing
+)
+end_copies = Intrinsic(
+    "end_copies", "void()", ptx=since(80, "cp.async.commit_group;", ""), amdgpu=_nothing
+)
+await_older_copies = Intrinsic(
+    "await_older_copies", "void()", ptx=since(80, "cp.async.wait_group 1;", ""), amdgpu=_nothing
 )
 
 
@@ -392,6 +402,56 @@ prefetch = Intrinsic(
     "void(i64, i32)",
     ptx=since(90, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r"),
     amdgpu=_nothing,
+)
+
+
+# -- with the host ---------------------------------------------------------------------------------
+#
+# Host and card exchange words of memory that both have mapped. Who has written all that a word
+# stands for stores it; who has loaded it sees all that. Behind a barrier that holds for the whole
+# block, before the store and after the load.
+
+
+def _amd_load_system(builder: Any, arguments: list[Any]) -> Any:
+    place = _global(builder, arguments[0], llvm_type("i64"))
+    return builder.load_atomic(place, "acquire", 8)
+
+
+def _amd_store_system(builder: Any, arguments: list[Any]) -> None:
+    place = _global(builder, arguments[0], llvm_type("i64"))
+    builder.store_atomic(arguments[1], place, "release", 8)
+
+
+load_system_i64 = Intrinsic(
+    "load_system_i64",
+    "i64(i64)",
+    ptx=("ld.acquire.sys.global.s64 $0, [$1];", "=l,l,~{memory}"),
+    amdgpu=_amd_load_system,
+)
+store_system_i64 = Intrinsic(
+    "store_system_i64",
+    "void(i64, i64)",
+    ptx=("st.release.sys.global.s64 [$0], $1;", "l,l,~{memory}"),
+    amdgpu=_amd_store_system,
+)
+
+_AMD_REAL_TIME = 0x83  # a message that asks for the time, in ticks of 10 nanoseconds
+_AMD_TICK_NS = 10
+
+
+def _amd_nanoseconds(builder: Any, _: list[Any]) -> Any:
+    ir = _ir()
+    message = ir.Constant(ir.IntType(32), _AMD_REAL_TIME)
+    ticks = _call("llvm.amdgcn.s.sendmsg.rtn.i64", "i64(i32)")(builder, [message])
+    return builder.mul(ticks, ir.Constant(ir.IntType(64), _AMD_TICK_NS))
+
+
+# A time, the same for the whole card, that moves on in steps of a microsecond or less.
+nanoseconds = Intrinsic(
+    "nanoseconds",
+    "i64()",
+    ptx=("mov.u64 $0, %globaltimer;", "=l,~{memory}"),
+    amdgpu=_amd_nanoseconds,
 )
 
 
@@ -612,6 +672,8 @@ even_bytes = BytesOf("even_bytes", (0, 2, 4, 6))
 odd_bytes = BytesOf("odd_bytes", (1, 3, 5, 7))
 low_bytes_in_turn = BytesOf("low_bytes_in_turn", (0, 4, 1, 5))
 high_bytes_in_turn = BytesOf("high_bytes_in_turn", (2, 6, 3, 7))
+low_halves = BytesOf("low_halves", (0, 1, 4, 5))
+high_halves = BytesOf("high_halves", (2, 3, 6, 7))
 
 
 def _levels(permute: str, emit: Callable[[Any, Any, list[Any]], tuple[Any, Any]]) -> Emit:
@@ -773,6 +835,11 @@ def _half_of_float(builder: Any, arguments: list[Any]) -> Any:
     return builder.zext(builder.bitcast(half, ir.IntType(16)), ir.IntType(32))
 
 
+def _two_halves_of_floats(builder: Any, arguments: list[Any]) -> Any:
+    first, second = (_half_of_float(builder, [one]) for one in arguments)
+    return builder.or_(first, builder.shl(second, _ir().Constant(_ir().IntType(32), 16)))
+
+
 def _amd_nearest(builder: Any, arguments: list[Any]) -> Any:
     rounded = _call("llvm.rint.f32", "f32(f32)")(builder, arguments)
     return builder.fptosi(rounded, llvm_type("i32"))
@@ -792,6 +859,20 @@ half_of_f32 = Intrinsic(
     "i32(f32)",
     ptx=("{ .reg .b16 h; cvt.rn.f16.f32 h, $1; cvt.u32.u16 $0, h; }", "=r,f"),
     amdgpu=_half_of_float,
+)
+# The halves nearest to two floats, as a word.
+halves_of_f32 = Intrinsic(
+    "halves_of_f32",
+    "i32(f32, f32)",
+    ptx=by_age(
+        80,
+        "cvt.rn.f16x2.f32 $0, $2, $1;",
+        [
+            "{ .reg .b16 a, b; cvt.rn.f16.f32 a, $1; cvt.rn.f16.f32 b, $2; mov.b32 $0, {a, b}; }",
+        ],
+        "=r,f,f",
+    ),
+    amdgpu=_two_halves_of_floats,
 )
 # The integer nearest to a float, ties to even; it must fit.
 nearest_i32 = Intrinsic(
