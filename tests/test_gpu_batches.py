@@ -72,7 +72,7 @@ def test_choices_are_sorted_by_expert_and_cut_into_tiles(
     assert np.all(tiles[1 + 3 * len(cut) :] == BEYOND)
 
 
-@pytest.mark.parametrize("kind", [T.Q4_K, T.Q6_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [T.Q6_K], ids=lambda kind: kind.name)
 def test_a_choice_has_the_bits_of_its_row_times_the_matrix_of_its_expert(
     gpu: gpu_launches.Run, kind: TensorType
 ) -> None:

@@ -23,7 +23,6 @@ Only pieces of eight rows that there are are multiplied.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -66,11 +65,11 @@ from strata_nb.kernels.gpu.tile_rows import APART, TILE
 from strata_nb.kernels.quantised_rows import SCALES, SUB_BLOCK_BYTES, SUMS
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
-_WARPS = int(os.environ.get("VARIANT_WARPS", "4"))
+_WARPS = 4
 THREADS = WARP * _WARPS
 OUTPUTS = 16 * _WARPS  # of a block
 ROWS = LANE_ROWS  # at most, of a block
-REGISTERS = int(os.environ.get("VARIANT_REGISTERS", "168"))  # three blocks a multiprocessor
+REGISTERS = 168  # three blocks a multiprocessor
 SPILLS = 64  # bytes at most that newer targets keep in memory, of what is wanted once a tile
 _QUARTERS = TILE // 2
 _TILE_BYTES = TILE * SUB_BLOCK  # of a row's quants
