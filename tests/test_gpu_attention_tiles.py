@@ -18,14 +18,17 @@ from strata_nb.kernels.runs import RUN_CELLS
 HALVES = ("f16", "f16")
 
 
-@pytest.fixture
-def few_warps(gpu: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make blocks of 32 pairs, so that a few rows are several tiles."""
+@pytest.fixture(params=[True, False], ids=["whole", "by runs"])
+def few_warps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make blocks of 32 pairs, so that a few rows are several tiles, each with all runs or some."""
 
-    def small(key_length: int, value_length: int) -> GpuKernel:
-        return tiles_attention_kernel(key_length, value_length, warps=2)
+    def small(key_length: int, value_length: int, *, is_whole: bool) -> GpuKernel:
+        assert is_whole == request.param
+        return tiles_attention_kernel(key_length, value_length, warps=2, is_whole=is_whole)
 
+    monkeypatch.setattr(attention_launches, "MANY_BLOCKS", 1 if request.param else 1 << 20)
     monkeypatch.setattr(attention_launches, "tiles_attention_kernel", small)
+    monkeypatch.setattr(attention_launches, "takes", lambda *_: True)
 
 
 def filled(kv_heads: int, lengths: tuple[int, int], cells: Sequence[int]) -> Store:
