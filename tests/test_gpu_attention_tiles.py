@@ -51,10 +51,12 @@ def have_bits_of_windows(
 
 
 @pytest.mark.usefixtures("few_warps")
-@pytest.mark.parametrize("group", [1, 5, 8])
-def test_rows_have_the_bits_of_windows_whatever_heads_share(gpu: Run, group: int) -> None:
-    kv = filled(2, (32, 64), [150])
-    q = random_heads(9, 2 * group, 32)
+@pytest.mark.parametrize(("group", "length"), [(1, 64), (5, 32), (8, 32)])
+def test_rows_have_the_bits_of_windows_whatever_heads_share(
+    gpu: Run, group: int, length: int
+) -> None:
+    kv = filled(2, (length, 64), [150])
+    q = random_heads(9, 2 * group, length)
     assert have_bits_of_windows(gpu, kv, q, [0] * 9, range(141, 150))
 
 

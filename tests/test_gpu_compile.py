@@ -42,6 +42,7 @@ LENGTHS_OF_PRODUCTS = (
 OF_ALL_LENGTHS = (T.Q4_K, T.IQ2_XS)  # the usual type, and one that needs most registers
 GROUPS = (4, 1, 8)  # heads that share a K/V head
 VOCABULARIES = (258, 4096, 151_936)
+OF_BATCHES = (64, 4096)  # rows: few for a card, and many
 OF_HEADS = {"kv_heads": 1, "table_width": 8}
 EXPERTS = {"outputs": 64, "top_k": 8}
 NAMES = [*(name for name in KERNELS if name not in FUSED), *CARD_KERNELS, *BATCH_KERNELS]
@@ -135,7 +136,7 @@ def _rows_of(
         return (1, 8, 64) if variant in UNPACKED else (1, 8)
     usual = name == "attention" and variant == ("f16", "f16")
     is_taken = usual and (lengths or values["key_length"] == LENGTHS[0])
-    return (1, 8, 64) if is_taken else (1, 8)
+    return (1, 8, *OF_BATCHES) if is_taken else (1, 8)
 
 
 def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str, int]]]:

@@ -69,9 +69,8 @@ def _attention(program: Sequence[Launch], start: int, rows: int) -> Fused:
     one = program[start]
     given = arguments_of(one)
     attention = card_launch(one)
-    kinds, lengths = one.variant, (given["key_length"], given["value_length"])
-    assert isinstance(kinds, tuple)  # noqa: S101 - the table says so
-    if rows > WINDOW_ROWS and takes(*kinds, *lengths):
+    lengths = given["key_length"], given["value_length"]
+    if rows > WINDOW_ROWS and one.variant == ("f16", "f16") and takes(*lengths):
         is_whole = _fills_a_card(rows, given)
         kernel = tiles_attention_kernel(*lengths, is_whole=is_whole)
         attention = attention._replace(kernel=kernel)

@@ -1,10 +1,10 @@
 """What a warp multiplies in attention of a prompt batch: 16 queries with cells of keys and values.
 
 A matrix of products has the queries in its rows, which are *pairs* of a row and a head: lane
-4 * g + t has pairs g and g + 8. Half a *set* is 32 cells: 16 of two rounds of 128. Of keys a lane
-loads 16 bytes of cell g at a time, of values 16 bytes of cells 2 * t and 2 * t + 1: that these are
-neighbours in a cell is the order of sums of `attention_halves.py`. Scores are of cells 2 * t and
-2 * t + 1, just what products with values want of their weights.
+4 * g + t has pairs g and g + 8. A *chunk* is 16 cells that are neighbours, two columns of products
+with keys. Of keys a lane loads 16 bytes of cell g at a time, of values 8 bytes of cells 2 * t and
+2 * t + 1: that these are neighbours in a cell is the order of sums of `attention_halves.py`. Scores
+are of cells 2 * t and 2 * t + 1, just what products with values want of their weights.
 
 Tuples become registers; functions are made for a length, and work on the first items and leave the
 others to the next shorter one.
@@ -26,6 +26,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     load_4xf32,
     low_halves,
     mma_of_halves,
+    shared_load_2xi32,
     shared_load_4xi32,
     shuffle_xor_f32,
 )
@@ -50,28 +51,25 @@ def _key_step(a: Any, x: Any, y: Any, c: Any) -> Any:
     return _add(a[:4], x, y, c[:4]) + _add(a[4:], x, y, c[4:])
 
 
-def _key_steps(a: Any, w: Any, x: Any, y: Any, z: Any, c: Any) -> Any:
-    first = _key_step(a, w[0], w[1], c[:8]) + _key_step(a, x[0], x[1], c[8:16])
-    return first + _key_step(a, y[0], y[1], c[16:24]) + _key_step(a, z[0], z[1], c[24:])
+def _key_steps(a: Any, x: Any, y: Any, c: Any) -> Any:
+    return _key_step(a, x[0], x[1], c[:8]) + _key_step(a, y[0], y[1], c[8:])
 
 
 @cache
 def key_products(pieces: int, pitch: int, piece: int = 0) -> Function:
-    """Return a function (queries, even, odd, sums): sums and the products of half a set.
+    """Return a function (queries, even, odd, sums): sums and the products of a chunk.
 
     pieces      of 32 values
     even, odd   where a lane finds the first piece, and where every other piece is as if the first
                 were there
     """
     offset, is_odd = 64 * piece, piece % 2 == 1
-    column = 8 * pitch
 
     def multiply(queries: Any, even: int, odd: int, sums: Any) -> Any:
         place = (odd if is_odd else even) + offset
-        w, x = shared_load_4xi32(place), shared_load_4xi32(place + column)
-        y, z = shared_load_4xi32(place + 2 * column), shared_load_4xi32(place + 3 * column)
-        sums = _key_steps(queries[:8], w[:2], x[:2], y[:2], z[:2], sums)
-        return _key_steps(queries[8:16], w[2:], x[2:], y[2:], z[2:], sums)
+        x, y = shared_load_4xi32(place), shared_load_4xi32(place + 8 * pitch)
+        sums = _key_steps(queries[:8], x[:2], y[:2], sums)
+        return _key_steps(queries[8:16], x[2:], y[2:], sums)
 
     if piece + 1 == pieces:
         return multiply
@@ -93,21 +91,16 @@ def _joined_column(sums: Any) -> Any:
     return (*first, _joined(sums[2], sums[6]), _joined(sums[3], sums[7]))
 
 
-def joined_half(sums: Any) -> Any:
-    """Return the scores of half a set, not yet scaled: of each column two of both pairs."""
-    first = _joined_column(sums[:8]) + _joined_column(sums[8:16])
-    return first + _joined_column(sums[16:24]) + _joined_column(sums[24:])
+def joined(sums: Any) -> Any:
+    """Return the scores of a chunk, not yet scaled: of each column two of both pairs."""
+    return _joined_column(sums[:8]) + _joined_column(sums[8:])
 
 
-def _scaled_chunk(found: Any, scales: Any) -> Any:
+def scaled(found: Any, scales: Any) -> Any:
+    """Return the scores of a chunk times the scales of both pairs."""
     first = found[0] * scales[0], found[1] * scales[0], found[2] * scales[1], found[3] * scales[1]
     second = found[4] * scales[0], found[5] * scales[0], found[6] * scales[1], found[7] * scales[1]
     return first + second
-
-
-def scaled_half(found: Any, scales: Any) -> Any:
-    """Return the scores of half a set times the scales of both pairs."""
-    return _scaled_chunk(found[:8], scales) + _scaled_chunk(found[8:], scales)
 
 
 def _seen_column(found: Any, seen: Any, cell: int) -> Any:
@@ -119,14 +112,12 @@ def _seen_column(found: Any, seen: Any, cell: int) -> Any:
     return a, b, c, d
 
 
-def seen_half(found: Any, seen: Any) -> Any:
-    """Return the scores of half a set, -infinity in place of those of cells that nobody sees.
+def seen_ones(found: Any, seen: Any) -> Any:
+    """Return the scores of a chunk, -infinity in place of those of cells that nobody sees.
 
     seen   of both pairs, how far behind a lane's first cell the last one is that is seen
     """
-    first = _seen_column(found[:4], seen, 0) + _seen_column(found[4:8], seen, 8)
-    third = _seen_column(found[8:12], seen, ROUND)
-    return first + third + _seen_column(found[12:], seen, ROUND + 8)
+    return _seen_column(found[:4], seen, 0) + _seen_column(found[4:], seen, 8)
 
 
 def largest_of(found: Any, best: Any) -> Any:
@@ -146,7 +137,7 @@ def finite_of(best: Any) -> Any:
     return f32(0.0) if best == f32(_MINUS_INFINITY) else best
 
 
-def _weigh_chunk(found: Any, best: Any, totals: Any) -> Any:
+def weigh(found: Any, best: Any, totals: Any) -> Any:
     """Return the eight words of a chunk's weights as halves, and the sums with them."""
     a, b = weight_of(found[0] - best[0]), weight_of(found[1] - best[0])
     c, d = weight_of(found[2] - best[1]), weight_of(found[3] - best[1])
@@ -162,15 +153,8 @@ def _weigh_chunk(found: Any, best: Any, totals: Any) -> Any:
     return words, (totals[0] + ((a + b) + (e + f)), totals[1] + ((c + d) + (g + h)))
 
 
-def weigh_half(found: Any, best: Any, totals: Any) -> Any:
-    """Return the words of half a set's weights, and the sums with them."""
-    first, totals = _weigh_chunk(found[:8], best, totals)
-    second, totals = _weigh_chunk(found[8:], best, totals)
-    return first + second, totals
-
-
 # -- values ----------------------------------------------------------------------------------------
-# 64 values at a time are 8 columns: value 8 * g + n of a piece is column g of the n-th. Of each a
+# 32 values at a time are 4 columns: value 4 * g + n of a piece is column g of the n-th. Of each a
 # lane has four sums.
 
 
@@ -187,37 +171,29 @@ def _value_steps(a: Any, b: Any, c: Any, d: Any, weights: Any, sums: Any) -> Any
 
 def _chunk_products(place: int, pitch: int, weights: Any, sums: Any) -> Any:
     """Return sums and values times weights of 16 cells."""
-    a, b = shared_load_4xi32(place), shared_load_4xi32(place + pitch)
-    c, d = shared_load_4xi32(place + 8 * pitch), shared_load_4xi32(place + 9 * pitch)
+    a, b = shared_load_2xi32(place), shared_load_2xi32(place + pitch)
+    c, d = shared_load_2xi32(place + 8 * pitch), shared_load_2xi32(place + 9 * pitch)
     first = _value_steps(a[0], b[0], c[0], d[0], weights, sums[:8])
-    second = _value_steps(a[1], b[1], c[1], d[1], weights, sums[8:16])
-    third = _value_steps(a[2], b[2], c[2], d[2], weights, sums[16:24])
-    return first + second + third + _value_steps(a[3], b[3], c[3], d[3], weights, sums[24:])
-
-
-def _half_products(place: int, pitch: int, weights: Any, sums: Any) -> Any:
-    """Return sums and values times weights of half a set."""
-    sums = _chunk_products(place, pitch, weights[:8], sums)
-    return _chunk_products(place + 16 * pitch, pitch, weights[8:], sums)
+    return first + _value_steps(a[1], b[1], c[1], d[1], weights, sums[8:])
 
 
 def no_sums() -> Any:
-    """Return 32 zeros."""
+    """Return 16 zeros."""
     zero = f32(0.0)
-    eight = zero, zero, zero, zero, zero, zero, zero, zero
-    return eight + eight + eight + eight
+    four = zero, zero, zero, zero
+    return four + four + four + four
 
 
 def no_weights() -> Any:
-    """Return the words of half a set's weights that are 0."""
+    """Return the words of a chunk's weights that are 0."""
     nothing = i32(0)
     four = nothing, nothing, nothing, nothing
-    return four + four + four + four
+    return four + four
 
 
 @cache
 def no_results(pieces: int) -> Function:
-    """Return a function that returns the sums of nothing for so many pieces of 64 values."""
+    """Return a function that returns the sums of nothing for so many pieces of 32 values."""
     if pieces == 1:
         return no_sums
     others = no_results(pieces - 1)
@@ -233,34 +209,35 @@ def _eight_added(a: Any, b: Any) -> Any:
     return (*first, a[4] + b[4], a[5] + b[5], a[6] + b[6], a[7] + b[7])
 
 
-def _added(a: Any, b: Any) -> Any:
-    """Return the sums of two tuples of 32."""
-    first = _eight_added(a[:8], b[:8]) + _eight_added(a[8:16], b[8:16])
-    return first + _eight_added(a[16:24], b[16:24]) + _eight_added(a[24:], b[24:])
-
-
 @cache
 def value_products(pieces: int, pitch: int, piece: int = 0) -> Function:
-    """Return a function (place, first, second, has_second, sums): sums and values times weights.
+    """Return a function (even, odd, weights, ahead, sums): sums and values times weights of a set.
 
-    first, second   words of the weights of both halves of a set
+    pieces      of 32 values
+    even, odd   where a lane finds the first piece and the second, and every other one behind them
+    weights     four tuples of words, of each chunk
+    ahead       how far the last cell that someone sees is behind the set's first one
     """
-    here, further = 128 * piece, 128 * piece + 32 * pitch
+    offset, is_odd = 128 * (piece // 2), piece % 2 == 1
 
-    def one(place: int, first: Any, second: Any, has_second: Any, sums: Any) -> Any:
-        found = _half_products(place + here, pitch, first, no_sums())
-        if has_second:
-            found = _half_products(place + further, pitch, second, found)
-        return _added(sums, found)
+    def one(even: int, odd: int, weights: Any, ahead: int, sums: Any) -> Any:
+        place = (odd if is_odd else even) + offset
+        found = _chunk_products(place, pitch, weights[0], no_sums())
+        if ahead >= ROUND:
+            found = _chunk_products(place + 16 * pitch, pitch, weights[1], found)
+        if ahead >= 2 * ROUND:
+            found = _chunk_products(place + 32 * pitch, pitch, weights[2], found)
+        if ahead >= 3 * ROUND:
+            found = _chunk_products(place + 48 * pitch, pitch, weights[3], found)
+        return _eight_added(sums[:8], found[:8]) + _eight_added(sums[8:], found[8:])
 
     if piece + 1 == pieces:
         return one
     others = value_products(pieces, pitch, piece + 1)
 
-    def all_pieces(place: int, first: Any, second: Any, has_second: Any, sums: Any) -> Any:
-        return one(place, first, second, has_second, sums[:32]) + others(
-            place, first, second, has_second, sums[32:]
-        )
+    def all_pieces(even: int, odd: int, weights: Any, ahead: int, sums: Any) -> Any:
+        first = one(even, odd, weights, ahead, sums[:16])
+        return first + others(even, odd, weights, ahead, sums[16:])
 
     return all_pieces
 

@@ -1,8 +1,8 @@
 """What attention of a prompt batch does with the values of a run: a lane's sums, and their places.
 
-Of 64 values a lane has 16 * t .. 16 * t + 15 of its two pairs, in 32 sums: number 4 * n is value n
-of the first, 4 * n + 1 its value 8 + n, and 2 further are those of the other. So functions here get
-the sums for one pair, and from the third on for the other.
+Of 32 values a lane has 8 * t .. 8 * t + 7 of its two pairs, in 16 sums: number 4 * n is value n of
+the first pair, 4 * n + 1 its value 4 + n, and 2 further are those of the other. So functions here
+get the sums for one pair, and from the third on for the other.
 """
 
 from __future__ import annotations
@@ -30,28 +30,23 @@ def _store_eight(place: int, x: Any) -> None:
     store_f32(place + 4, x[4])
     store_f32(place + 8, x[8])
     store_f32(place + 12, x[12])
-    store_f32(place + 16, x[16])
-    store_f32(place + 20, x[20])
-    store_f32(place + 24, x[24])
-    store_f32(place + 28, x[28])
+    store_f32(place + 16, x[1])
+    store_f32(place + 20, x[5])
+    store_f32(place + 24, x[9])
+    store_f32(place + 28, x[13])
 
 
 @cache
 def store_of_run(pieces: int) -> Function:
-    """Return a function (place, sums): stores the values of a pair, so many pieces of 64, at a
+    """Return a function (place, sums): stores the values of a pair, so many pieces of 32, at a
     multiple of 4."""
-
-    def sixteen(place: int, x: Any) -> None:
-        _store_eight(place, x)
-        _store_eight(place + 32, x[1:])
-
     if pieces == 1:
-        return sixteen
+        return _store_eight
     others = store_of_run(pieces - 1)
 
     def store(place: int, x: Any) -> None:
-        sixteen(place, x)
-        others(place + 256, x[32:])
+        _store_eight(place, x)
+        others(place + 128, x[16:])
 
     return store
 
@@ -69,19 +64,17 @@ def mixer_of_runs(pieces: int) -> Function:
     """Return a function (place, weight, sums, run): adds the values of a run of a pair, times its
     weight, to those of the runs before it, which begin at a multiple of 16; run 0 has none."""
 
-    def sixteen(place: int, weight: Any, x: Any, run: int) -> None:
+    def eight(place: int, weight: Any, x: Any, run: int) -> None:
         _mix_four(place, weight, x[0], x[4], x[8], x[12], run)
-        _mix_four(place + 16, weight, x[16], x[20], x[24], x[28], run)
-        _mix_four(place + 32, weight, x[1], x[5], x[9], x[13], run)
-        _mix_four(place + 48, weight, x[17], x[21], x[25], x[29], run)
+        _mix_four(place + 16, weight, x[1], x[5], x[9], x[13], run)
 
     if pieces == 1:
-        return sixteen
+        return eight
     others = mixer_of_runs(pieces - 1)
 
     def mix(place: int, weight: Any, x: Any, run: int) -> None:
-        sixteen(place, weight, x, run)
-        others(place + 256, weight, x[32:], run)
+        eight(place, weight, x, run)
+        others(place + 128, weight, x[16:], run)
 
     return mix
 
@@ -93,13 +86,10 @@ def quotient(pieces: int) -> Function:
 
     def divide(place: int, total: Any) -> None:
         piece = 0
-        while piece < pieces:
-            part = 0
-            while part < 4:
-                at = place + 256 * piece + 16 * part
-                a, b, c, d = load_4xf32(at)
-                _store_four(at, a / total, b / total, c / total, d / total)
-                part += 1
+        while piece < 2 * pieces:
+            at = place + 128 * (piece >> 1) + 16 * (piece & 1)
+            a, b, c, d = load_4xf32(at)
+            _store_four(at, a / total, b / total, c / total, d / total)
             piece += 1
 
     return divide

@@ -26,8 +26,6 @@ SET = 64  # cells
 CHUNK, ROUND = 16, 128  # a set has the same 16 cells of every 128
 SETS = RUN_CELLS // SET  # of a run
 LAST_OF_SET = 3 * ROUND + CHUNK - 1  # from its first cell to its last
-HALF_OF_SET = 2 * ROUND  # from the first cell of a half to that of the other
-LAST_OF_HALF = ROUND + CHUNK - 1  # from the first cell of a half to its last
 
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
 _ROUND_BLOCKS = ROUND // BLOCK_CELLS

@@ -29,7 +29,7 @@ from typing import Any
 
 from strata_nb.kernels.gpu.attention_products import (
     finite_of,
-    joined_half,
+    joined,
     key_products,
     largest_of,
     largest_of_quad,
@@ -39,17 +39,16 @@ from strata_nb.kernels.gpu.attention_products import (
     query_loader,
     query_magnitude,
     query_words,
-    scaled_half,
-    seen_half,
+    scaled,
+    seen_ones,
     value_products,
-    weigh_half,
+    weigh,
 )
 from strata_nb.kernels.gpu.attention_results import mixer_of_runs, quotient, store_of_run
 from strata_nb.kernels.gpu.attention_sets import (
     CHUNK,
-    HALF_OF_SET,
-    LAST_OF_HALF,
     LAST_OF_SET,
+    ROUND,
     SET,
     SETS,
     copier,
@@ -99,13 +98,13 @@ _PLACES = 3  # of the ring
 _RUN_SHIFT = RUN_CELLS.bit_length() - 1
 _MINUS_INFINITY, _NAN = float("-inf"), float("nan")
 _REGISTERS = 255
+_SPILLS = 912  # queries that wait for the last chunk, and what a run needs at its ends
 _MOST_CELLS = 1 << 30
 
 
-def takes(keys: str, values: str, key_length: int, value_length: int) -> bool:
-    """Return whether the kernel here is one for these."""
-    sizes = {key_length, value_length} <= {64, 128}
-    return keys == values == "f16" and sizes
+def takes(key_length: int, value_length: int) -> bool:
+    """Return whether the kernel here is one for halves and heads of these lengths."""
+    return {key_length, value_length} <= {64, 128}
 
 
 def blocks_for(rows: int, given: Arguments, warps: int = WARPS) -> int:
@@ -133,7 +132,7 @@ def tiles_attention_kernel(
     bytes for each cell that one of its rows sees.
     """
     pairs, threads = PAIRS * warps, WARP * warps
-    key_pieces, value_pieces = key_length // 32, value_length // 64
+    key_pieces, value_pieces = key_length // 32, value_length // 32
     key_pitch, value_pitch = 2 * key_length, 2 * value_length
     key_turn = 64 if key_pitch % 128 == 0 else 0
     place_bytes = SET * max(key_pitch, value_pitch)
@@ -240,9 +239,26 @@ def tiles_attention_kernel(
         return i32(place - place_bytes) if place > 0 else i32(ring_bytes - place_bytes)
 
     def scores_of(queries: Any, place: int, turn: int, seen: Any, are_seen: Any) -> Any:
-        """Return the scores of half a set, not yet scaled."""
-        found = joined_half(multiply(queries, place + turn, place - turn, no_sums()))
-        return found if are_seen else seen_half(found, seen)
+        """Return the scores of a chunk, not yet scaled."""
+        found = joined(multiply(queries, place + turn, place - turn, no_sums()))
+        return found if are_seen else seen_ones(found, seen)
+
+    def weights_of(
+        queries: Any,
+        place: int,
+        turn: int,
+        seen: Any,
+        are_seen: Any,
+        scales: Any,
+        finite: Any,
+        totals: Any,
+    ) -> Any:
+        """Return the words of a chunk's weights, and totals with them."""
+        found = scores_of(queries, place, turn, seen, are_seen)
+        return weigh(scaled(found, scales), finite, totals)
+
+    def further(seen: Any, rounds: int) -> Any:
+        return i32(seen[0] - ROUND * rounds), i32(seen[1] - ROUND * rounds)
 
     def maximum_of(place: int, position: int, first: int) -> Any:
         """Return the largest score of a run that begins with a cell, of a pair that may see it."""
@@ -300,7 +316,8 @@ def tiles_attention_kernel(
         # Where a lane finds its keys and values in a place of the ring.
         turn = key_turn * (g & 1)
         keys_at = key_pitch * g + 16 * t
-        values_at = 2 * value_pitch * t + 16 * (g ^ 2 * t)
+        value_turn = 64 if t < 2 else -64
+        values_at = 2 * value_pitch * t + 16 * ((g >> 1) ^ 2 * t) + 8 * (g & 1)
 
         while begin < stop:
             end, last, lowest = span_of(sequences, positions, begin, stop, lane)
@@ -331,14 +348,13 @@ def tiles_attention_kernel(
                         barrier()
                         fed = feed(fed, before(place), line, last, step, planes, thread)
                         cell = i32(first + CHUNK * of_set)
-                        keys, half = i32(place + keys_at), 0
-                        while half < 2 and cell <= last_here:
+                        keys, behind_set = i32(place + keys_at), cell + 4 * ROUND
+                        while cell < behind_set and cell <= last_here:
                             seen = i32(position - cell - 2 * t), i32(other_position - cell - 2 * t)
-                            are_seen = cell + LAST_OF_HALF <= lowest_here
+                            are_seen = cell + CHUNK - 1 <= lowest_here
                             found = scores_of(queries, keys, turn, seen, are_seen)
-                            best = largest_of(found[8:], largest_of(found[:8], best))
-                            cell, keys = i32(cell + HALF_OF_SET), i32(keys + 32 * key_pitch)
-                            half += 1
+                            best = largest_of(found, best)
+                            cell, keys = i32(cell + ROUND), i32(keys + CHUNK * key_pitch)
                         place = following(place)
                         of_set = i32(of_set + 1)
                     best = largest_of_quad(best[0]), largest_of_quad(best[1])
@@ -359,27 +375,61 @@ def tiles_attention_kernel(
                         maximum_of(other_maxima + 4 * run, other_position, first),
                     )
                     finite = finite_of(best[0]), finite_of(best[1])
-                    sums, totals = no_values(), (f32(0.0), f32(0.0))
+                    sums, totals, nothing = no_values(), (f32(0.0), f32(0.0)), no_weights()
                     while of_set < sets_of(run, last):
                         await_copies()
                         barrier()
                         fed = feed(fed, before(place), line, last, step, planes, thread)
                         cell = i32(first + CHUNK * of_set)
-                        ahead, some, more = i32(last_here - cell), no_weights(), no_weights()
+                        ahead, all_seen = i32(last_here - cell), i32(lowest_here - cell)
+                        some, more, third, fourth = nothing, nothing, nothing, nothing
                         if ahead >= 0:
                             keys = i32(place + keys_at)
                             seen = i32(position - cell - 2 * t), i32(other_position - cell - 2 * t)
-                            are_seen = cell + LAST_OF_HALF <= lowest_here
-                            found = scores_of(queries, keys, turn, seen, are_seen)
-                            found = scaled_half(found, scales)
-                            some, of_these = weigh_half(found, finite, (f32(0.0), f32(0.0)))
-                            if ahead >= HALF_OF_SET:
-                                seen = i32(seen[0] - HALF_OF_SET), i32(seen[1] - HALF_OF_SET)
-                                are_seen = cell + HALF_OF_SET + LAST_OF_HALF <= lowest_here
-                                keys = i32(keys + 32 * key_pitch)
-                                found = scores_of(queries, keys, turn, seen, are_seen)
-                                found = scaled_half(found, scales)
-                                more, of_these = weigh_half(found, finite, of_these)
+                            of_these = f32(0.0), f32(0.0)
+                            some, of_these = weights_of(
+                                queries,
+                                keys,
+                                turn,
+                                seen,
+                                all_seen >= CHUNK - 1,
+                                scales,
+                                finite,
+                                of_these,
+                            )
+                            if ahead >= ROUND:
+                                more, of_these = weights_of(
+                                    queries,
+                                    keys + CHUNK * key_pitch,
+                                    turn,
+                                    further(seen, 1),
+                                    all_seen >= ROUND + CHUNK - 1,
+                                    scales,
+                                    finite,
+                                    of_these,
+                                )
+                            if ahead >= 2 * ROUND:
+                                third, of_these = weights_of(
+                                    queries,
+                                    keys + 2 * CHUNK * key_pitch,
+                                    turn,
+                                    further(seen, 2),
+                                    all_seen >= 2 * ROUND + CHUNK - 1,
+                                    scales,
+                                    finite,
+                                    of_these,
+                                )
+                            if ahead >= 3 * ROUND:
+                                fourth, of_these = weights_of(
+                                    queries,
+                                    keys + 3 * CHUNK * key_pitch,
+                                    turn,
+                                    further(seen, 3),
+                                    all_seen >= 3 * ROUND + CHUNK - 1,
+                                    scales,
+                                    finite,
+                                    of_these,
+                                )
                             a = of_these[0] + shuffle_xor_f32(of_these[0], 1)
                             b = of_these[1] + shuffle_xor_f32(of_these[1], 1)
                             a += shuffle_xor_f32(a, 2)
@@ -399,7 +449,9 @@ def tiles_attention_kernel(
                                 totals[1] if other_position < noted else nan,
                             )
                         if ahead >= 0:
-                            sums = mix(place + values_at, some, more, ahead >= HALF_OF_SET, sums)
+                            weights = some, more, third, fourth
+                            even = i32(place + values_at)
+                            sums = mix(even, even + value_turn, weights, ahead, sums)
                         place = following(place)
                         of_set = i32(of_set + 1)
 
@@ -407,18 +459,18 @@ def tiles_attention_kernel(
                         a = exp(best[0] - finite_of(highest[0]))
                         b = exp(best[1] - finite_of(highest[1]))
                         if position >= first:
-                            mix_run(out + 4 * value_length * here + 64 * t, a, sums, run)
+                            mix_run(out + 4 * value_length * here + 32 * t, a, sums, run)
                         if other_position >= first:
-                            mix_run(out + 4 * value_length * there + 64 * t, b, sums[2:], run)
+                            mix_run(out + 4 * value_length * there + 32 * t, b, sums[2:], run)
                         sum_of_runs = sum_of_runs[0] + a * totals[0], sum_of_runs[1] + b * totals[1]
                     else:
                         if position >= first:
-                            values = work_of(work, here, room, value_length) + 64 * t
+                            values = work_of(work, here, room, value_length) + 32 * t
                             store_run(values + 4 * value_length * run, sums)
                             if t == 0:
                                 store_f32(maxima + 4 * (room + run), totals[0])
                         if other_position >= first:
-                            values = work_of(work, there, room, value_length) + 64 * t
+                            values = work_of(work, there, room, value_length) + 32 * t
                             store_run(values + 4 * value_length * run, sums[2:])
                             if t == 0:
                                 store_f32(other_maxima + 4 * (room + run), totals[1])
@@ -427,9 +479,9 @@ def tiles_attention_kernel(
 
             if is_whole:
                 if position >= 0:
-                    divide(out + 4 * value_length * here + 64 * t, sum_of_runs[0])
+                    divide(out + 4 * value_length * here + 32 * t, sum_of_runs[0])
                 if other_position >= 0:
-                    divide(out + 4 * value_length * there + 64 * t, sum_of_runs[1])
+                    divide(out + 4 * value_length * there + 32 * t, sum_of_runs[1])
             begin = end
 
     def grid(given: Arguments, rows: int) -> Grid:
@@ -442,4 +494,6 @@ def tiles_attention_kernel(
     name += "" if warps == WARPS else f"_{warps}"
     attention.__name__ = attention.__qualname__ = name
     shared_bytes = ring_bytes + 4 * SET
-    return GpuKernel(name, attention, threads, grid, lambda _: shared_bytes, _REGISTERS)
+    return GpuKernel(
+        name, attention, threads, grid, lambda _: shared_bytes, _REGISTERS, spills=_SPILLS
+    )
