@@ -22,7 +22,7 @@ from results import write_result  # noqa: E402 - tools/ is no package
 from strata_nb.card_backend import CardBackend  # noqa: E402
 from strata_nb.commands.provenance import device_name  # noqa: E402
 from strata_nb.engine import Engine  # noqa: E402
-from strata_nb.errors import UnsupportedDevice  # noqa: E402
+from strata_nb.errors import StrataError, UnsupportedDevice  # noqa: E402
 from strata_nb.kernels.gpu.card_launch import CardLaunch  # noqa: E402
 from strata_nb.plain_read import PlainRead  # noqa: E402
 
@@ -45,18 +45,24 @@ def card_of(engine: Engine) -> CardBackend:
 class TimedGraph:
     """Hold a graph of launches that is captured once, and replay it.
 
-    rows    of its launches
-    owner   ends it
+    rows      of its launches
+    owner     ends it
+    replays   that count
     """
 
     def __init__(
-        self, card: CardBackend, launches: Sequence[CardLaunch], rows: int, owner: ExitStack
+        self,
+        card: CardBackend,
+        launches: Sequence[CardLaunch],
+        rows: int,
+        owner: ExitStack,
+        replays: int = REPLAYS,
     ) -> None:
         for one in launches:
             card._load(one.kernel, one.shared_bytes)
         self._card = card
         self._executable = card._executable(launches, rows, owner)
-        self._events = [card._timed_event(owner) for _ in range(REPLAYS + 1)]
+        self._events = [card._timed_event(owner) for _ in range(replays + 1)]
 
     def seconds(self) -> list[float]:
         """Return the seconds of each replay, behind one that is not counted."""
@@ -93,6 +99,24 @@ def whole_number(arguments: Mapping[str, Any], flag: str, *, least: int = 1) -> 
     if not text.isdecimal() or int(text) < least:
         raise SystemExit(f"{flag} {text}: not usable; a whole number, {least} or more")
     return int(text)
+
+
+def percents(text: str) -> list[int]:
+    """Return the whole percents of a list, or end the program and say what is none."""
+    parts = [part for part in text.split(",") if part]
+    if not all(part.isdecimal() and int(part) <= 100 for part in parts):
+        raise SystemExit(f"{text}: not percents")
+    return [int(part) for part in parts]
+
+
+@contextmanager
+def failing_alone(failed: list[str], what: str) -> Iterator[None]:
+    """Let a StrataError end the block and not the program: it is said, and added to `failed`."""
+    try:
+        yield
+    except StrataError as error:
+        failed.append(f"{what}: {error.message}")
+        print(f"failed: {failed[-1]}", file=sys.stderr, flush=True)
 
 
 def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:

@@ -10,7 +10,7 @@ Options:
                    [default: 100,50,25,10]
   --uniform=LIST   slots, in percent, under uniform routes [default: 3]
   --hits=LIST      in percent, under uniform routes [default: 0,25,50,75,90,100]
-  --adapt=TEXT     of the budgets, as --adapt has it [default: insert]
+  --adapt=LIST     of the budgets, each as --adapt has it [default: insert]
   --cold=N         first tokens of a text [default: 64]
   --after=N        tokens before steady ones [default: 256]
   --tokens=N       steady ones [default: 128]
@@ -20,7 +20,8 @@ Options:
   -o FILE          write the figures here, not to bench/results/card_misses_MODEL.json
 
 Routes are made (tools/make_routes.py) and forced; texts are greedy behind one token. All texts
-under the same routes must be the same, whatever had slots.
+under the same routes must be the same, whatever had slots. What fails is named, and the rest is
+measured and stored.
 
   cold      the first tokens of a text that begins with empty slots
   steady    tokens of it behind the first --after; `resident` where every expert has a slot
@@ -49,7 +50,14 @@ from docopt import docopt
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tools")]
 
-from card_graphs import plain_read_figures, spread, store, whole_number  # noqa: E402 - bench/ is no package
+from card_graphs import (  # noqa: E402 - bench/ is no package
+    failing_alone,
+    percents,
+    plain_read_figures,
+    spread,
+    store,
+    whole_number,
+)
 from make_routes import make_routes  # noqa: E402
 from misses_picture import picture  # noqa: E402
 
@@ -58,6 +66,7 @@ from strata_nb.cache.profile import Profile, rank_by_use, save_profile  # noqa: 
 from strata_nb.commands.bench_misses import Misses  # noqa: E402
 from strata_nb.gguf import GGUFFile  # noqa: E402
 from strata_nb.models import describe  # noqa: E402
+from strata_nb.options import ADAPTATIONS  # noqa: E402
 from strata_nb.plain_read import PlainRead  # noqa: E402
 from strata_nb.session import Session  # noqa: E402
 
@@ -78,10 +87,12 @@ class Row(NamedTuple):
     """Hold the parts of all runs that are one figure.
 
     percent   of the experts that had slots
+    adapt     how they followed the text
     """
 
     routes: str
     percent: int
+    adapt: str
     phase: str
     slots: int
     parts: list[Part]
@@ -100,7 +111,8 @@ class Row(NamedTuple):
     def line(self) -> str:
         rates, misses = spread(self.rates), self.misses
         return (
-            f"{self.routes:9} {self.percent:3}% in slots, {self.phase:8} {rates['median']:8,.1f} "
+            f"{self.routes:9} {self.percent:3}% in slots, {self.adapt:6} {self.phase:8} "
+            f"{rates['median']:8,.1f} "
             f"tok/s ({rates['least']:,.1f} to {rates['most']:,.1f}, n {rates['n']}), "
             f"{misses.hit_rate or 0:6.1%} hits, {misses.link_bytes_per_token / 1e6:,.1f} MB a token"
         )
@@ -123,6 +135,7 @@ class Bench:
 
     texts         the ids of each text, by the routes that were forced
     token_bytes   of the experts that a token uses
+    failed        what could not be measured, and why
     """
 
     def __init__(
@@ -132,6 +145,7 @@ class Bench:
         self._lengths, self._runs = lengths, runs
         self.texts: dict[str, list[list[int]]] = {LOCAL: [], UNIFORM: []}
         self.rows: list[Row] = []
+        self.failed: list[str] = []
         self.read: PlainRead | None = None
         self.link: PlainRead | None = None
         with GGUFFile.open(model) as file:
@@ -175,8 +189,12 @@ class Bench:
         """Write texts with slots for so many percent of all experts."""
         cold: list[Part] = []
         steady: list[Part] = []
-        lengths = self._lengths
-        with self._opened(routes, f"{percent}%", adapt) as engine:
+        lengths, slots = self._lengths, 0
+        with (
+            failing_alone(self.failed, f"{routes}, {percent}% in slots, {adapt}"),
+            self._opened(routes, f"{percent}%", adapt) as engine,
+        ):
+            slots = engine.describe().slots
             for number in range(1 + self._runs):  # the first does not count
                 ids: list[int] = []
                 if percent < WHOLE:
@@ -190,16 +208,20 @@ class Bench:
                     cold.append(first)
                     steady.append(_write(engine, session, lengths.tokens, ids))
                 self.texts[routes].append(ids)
-            slots = engine.describe().slots
         if percent < WHOLE:
-            self._add(Row(routes, percent, "cold", slots, cold))
+            self._add(Row(routes, percent, adapt, "cold", slots, cold))
         phase = "steady" if percent < WHOLE else "resident"
-        self._add(Row(routes, percent, phase, slots, steady))
+        self._add(Row(routes, percent, adapt, phase, slots, steady))
 
     def hits(self, percent: int) -> None:
         """Write texts with so many percent of each layer's experts in slots, where they stay."""
         parts: list[Part] = []
-        with self._opened(UNIFORM, f"{percent}%", "off", self._profile) as engine:
+        slots = 0
+        with (
+            failing_alone(self.failed, f"{UNIFORM}, {percent}% in slots that stay"),
+            self._opened(UNIFORM, f"{percent}%", "off", self._profile) as engine,
+        ):
+            slots = engine.describe().slots
             for number in range(1 + self._runs):
                 ids: list[int] = []
                 with engine.open_session() as session:
@@ -208,12 +230,12 @@ class Bench:
                 if number:
                     parts.append(part)
                     self.texts[UNIFORM].append(ids)
-            slots = engine.describe().slots
-        self._add(Row(UNIFORM, percent, "hits", slots, parts))
+        self._add(Row(UNIFORM, percent, "off", "hits", slots, parts))
 
     def _add(self, row: Row) -> None:
-        self.rows.append(row)
-        print(row.line(), flush=True)
+        if row.parts:
+            self.rows.append(row)
+            print(row.line(), flush=True)
 
     @property
     def same_tokens(self) -> bool:
@@ -235,23 +257,26 @@ class Bench:
             if texts
         }
 
-    def resident_s(self) -> float:
-        """Return the seconds of a token whose experts all have slots."""
+    def resident_s(self) -> float | None:
+        """Return the seconds of a token whose experts all have slots; None if none was written."""
         whole = [row for row in self.rows if row.percent == WHOLE]
-        return min(1 / statistics.median(row.rates) for row in whole)
+        return min((1 / statistics.median(row.rates) for row in whole), default=None)
 
 
 def main() -> None:
     """Measure what the command line asks for; print, draw and store it."""
     arguments = docopt(str(__doc__))
     started = time.perf_counter()
-    budgets, uniform, hits = (
-        _percents(arguments[f"--{n}"]) for n in ("budgets", "uniform", "hits")
-    )
+    budgets, uniform, hits = (percents(arguments[f"--{n}"]) for n in ("budgets", "uniform", "hits"))
     if not budgets + uniform + hits:
         raise SystemExit("nothing to measure: give --budgets, --uniform or --hits")
     if WHOLE not in budgets + uniform + hits:
         raise SystemExit("no limit without a budget, or hits, of 100%: give --budgets=100, say")
+    adapts = arguments["--adapt"].split(",")
+    if unknown := set(adapts) - set(ADAPTATIONS):
+        raise SystemExit(
+            f"--adapt {','.join(sorted(unknown))}: not known; {', '.join(ADAPTATIONS)}"
+        )
     lengths = Lengths(
         whole_number(arguments, "--cold"),
         whole_number(arguments, "--after", least=0),
@@ -267,39 +292,42 @@ def main() -> None:
             Path(folder),
             seed,
         )
-        for routes, percents in ((LOCAL, budgets), (UNIFORM, uniform)):
-            for percent in percents:
-                bench.budget(routes, percent, arguments["--adapt"])
+        for routes, some in ((LOCAL, budgets), (UNIFORM, uniform)):
+            for percent in some:
+                for adapt in adapts[:1] if percent == WHOLE else adapts:
+                    bench.budget(routes, percent, adapt)
         for percent in hits:
             bench.hits(percent)
     if bench.link is None or bench.read is None:
-        raise AssertionError("an engine was opened, and its memory never measured")
+        raise SystemExit("nothing was measured")
     resident_s, link_bytes_per_s = bench.resident_s(), bench.link.bytes_per_s
     rows = [_figures(row, resident_s, link_bytes_per_s) for row in bench.rows]
     figures: dict[str, Any] = {
         **lengths._asdict(),
-        "adapt": arguments["--adapt"],
+        "adapt": adapts,
         "seed": seed,
         "same_tokens": bench.same_tokens,
         "texts_sha256": bench.digests,
         "plain_read": plain_read_figures(bench.read),
         "link_gb_per_s": link_bytes_per_s / 1e9,
-        "resident_us": 1e6 * resident_s,
+        "resident_us": None if resident_s is None else 1e6 * resident_s,
         "experts_bytes_per_token": bench.token_bytes,
         "rows": rows,
+        "failed": bench.failed,
         "took_s": time.perf_counter() - started,
     }
     for row in rows:
-        if row["phase"] != "resident":
+        if row["phase"] != "resident" and row["limit"] is not None:
             print(
-                f"{row['routes']:9} {row['percent']:3}% {row['phase']:8} "
+                f"{row['routes']:9} {row['percent']:3}% {row['adapt']:6} {row['phase']:8} "
                 f"{row['share_of_limit']:6.1%} of {row['limit']:,.1f} tok/s, "
                 f"{row['share_of_link']:6.1%} of the link"
             )
     print(f"tokens: {'same' if bench.same_tokens else 'DIFFER'}; took {figures['took_s']:.0f} s")
-    missed_s = bench.token_bytes / link_bytes_per_s
-    drawn = picture(rows, resident_s, missed_s, Path(arguments["MODEL"]).name)
-    Path(arguments["--picture"]).write_text(drawn, encoding="utf-8")
+    if resident_s is not None:
+        missed_s = bench.token_bytes / link_bytes_per_s
+        drawn = picture(rows, resident_s, missed_s, Path(arguments["MODEL"]).name)
+        Path(arguments["--picture"]).write_text(drawn, encoding="utf-8")
     store(
         "card_misses",
         "tokens a second where a part of the experts has no slot, medians of runs, beside the "
@@ -309,6 +337,8 @@ def main() -> None:
     )
     if not bench.same_tokens:
         raise SystemExit("the tokens differ")
+    if bench.failed:
+        raise SystemExit(f"{len(bench.failed)} failed")
 
 
 def _write(engine: Engine, session: Session, tokens: int, ids: list[int]) -> Part:
@@ -332,12 +362,13 @@ def _random_profile(layers: int, experts: int, seed: int) -> Profile:
     return rank_by_use(experts - places)
 
 
-def _figures(row: Row, resident_s: float, link_bytes_per_s: float) -> dict[str, Any]:
+def _figures(row: Row, resident_s: float | None, link_bytes_per_s: float) -> dict[str, Any]:
     misses, rates = row.misses, spread(row.rates)
-    limit = 1 / misses.limit_s(resident_s, link_bytes_per_s)
+    limit = None if resident_s is None else 1 / misses.limit_s(resident_s, link_bytes_per_s)
     return {
         "routes": row.routes,
         "percent": row.percent,
+        "adapt": row.adapt,
         "phase": row.phase,
         "slots": row.slots,
         "tokens": misses.tokens // len(row.parts),
@@ -347,15 +378,8 @@ def _figures(row: Row, resident_s: float, link_bytes_per_s: float) -> dict[str, 
         "link_bytes_per_token": misses.link_bytes_per_token,
         "share_of_link": misses.link_bytes_per_token * rates["median"] / link_bytes_per_s,
         "limit": limit,
-        "share_of_limit": rates["median"] / limit,
+        "share_of_limit": None if limit is None else rates["median"] / limit,
     }
-
-
-def _percents(text: str) -> list[int]:
-    parts = [part for part in text.split(",") if part]
-    if not all(part.isdecimal() and int(part) <= WHOLE for part in parts):
-        raise SystemExit(f"{text}: not percents")
-    return [int(part) for part in parts]
 
 
 if __name__ == "__main__":

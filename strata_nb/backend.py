@@ -35,6 +35,7 @@ from strata_nb.tracing import Recorder, RecordingDriver
 
 if TYPE_CHECKING:
     from strata_nb.card_profile import WindowProfile
+    from strata_nb.kernels.gpu.pooled import PoolPlaces
 
 # That are read to measure the host's memory, more than caches hold; where memory is short, less.
 PLAIN_READ_BYTES, PLAIN_READ_LEAST = 1 << 30, 128 << 20
@@ -80,6 +81,7 @@ class Backend(Protocol[Prepared]):
                 programs are prepared
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
     fills       whether programs give missed experts slots (`cache/filling.py`); else the host does
+    pools       whether programs can leave missed experts to the CPU (`device_pool.py`)
     attends_in_runs   whether attention needs work space for runs of cells (`kernels/runs.py`)
     outside_bytes   of the device that the ledger leaves alone: its driver needs them for itself
     reserve_bytes   of the device that stay free for others where nothing else is asked for
@@ -120,6 +122,9 @@ class Backend(Protocol[Prepared]):
     def fills(self) -> bool: ...
 
     @property
+    def pools(self) -> bool: ...
+
+    @property
     def attends_in_runs(self) -> bool: ...
 
     @property
@@ -137,6 +142,15 @@ class Backend(Protocol[Prepared]):
     def packed_row_bytes(self, values: int) -> int:
         """Return the bytes of a quantised row of activations."""
 
+    def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
+        """Let programs leave missed experts of a single row to the CPU; return what they share.
+
+        For all programs that are compiled and prepared afterwards; only where `pools` is true.
+
+        width        of the rows that experts read and give
+        idle_bytes   of eight rows of the largest down
+        """
+
     def compile(
         self,
         programs: Sequence[Program],
@@ -152,11 +166,14 @@ class Backend(Protocol[Prepared]):
         `progress` is told of (kernels done, in all), `say` of a wait.
         """
 
-    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> Sequence[Prepared]:
+    def prepare(
+        self, programs: Sequence[Program], *, batch_rows: int = 0, cuts: Sequence[int] = ()
+    ) -> Sequence[Prepared]:
         """Make programs ready to run; they can be run until the backend is closed.
 
         batch_rows   most rows of steps that are prompt batches, where these are programs apart; 0:
                      windows, and where they are the same all steps
+        cuts         launches behind which a run may end, and another one begin
         """
 
     def share(self, table: SharedTable, *, is_written: bool = False) -> int:
@@ -177,6 +194,12 @@ class Backend(Protocol[Prepared]):
 
         rows   that the step has, as its record says too
         """
+
+    def record_event(self, event: int) -> None:
+        """Let an event of the driver stand for all runs so far."""
+
+    def await_event(self, event: int) -> None:
+        """Hold later runs until the work that an event of the driver stands for is done."""
 
     def wait(self) -> None:
         """Wait until every run has ended."""
@@ -211,7 +234,7 @@ class HostBackend:
 
     device = 0
     of_host, most_rows = True, None
-    chooses_tokens = attends_in_runs = batches_apart = fills = False
+    chooses_tokens = attends_in_runs = batches_apart = fills = pools = False
     gathers_rows = True
     outside_bytes = reserve_bytes = 0
     overlaps = False
@@ -238,6 +261,9 @@ class HostBackend:
     def packed_row_bytes(self, values: int) -> int:
         return row_bytes(values)
 
+    def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
+        raise AssertionError("the host computes all experts itself")
+
     def compile(
         self,
         programs: Sequence[Program],
@@ -249,7 +275,9 @@ class HostBackend:
         compile_ahead(programs, progress=progress, say=say)
         self._threads()  # who cannot start them hears it before a model is loaded
 
-    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> list[PreparedProgram]:
+    def prepare(
+        self, programs: Sequence[Program], *, batch_rows: int = 0, cuts: Sequence[int] = ()
+    ) -> list[PreparedProgram]:
         space = WorkSpace(tuple(one for program in programs for one in program), self.threads)
         self._spaces.append(space)
         return [prepare(program, space) for program in programs]
@@ -267,6 +295,12 @@ class HostBackend:
         self, program: PreparedProgram, rows: int, first: int = 0, last: int | None = None
     ) -> None:
         self._threads().run(program, first, last)
+
+    def record_event(self, event: int) -> None:
+        """Do nothing: a run has ended when it returns, and so has what no record was made of."""
+
+    def await_event(self, event: int) -> None:
+        self.driver.event_synchronize(event)
 
     def wait(self) -> None:
         """Do nothing: a run has ended when it returns."""

@@ -1,8 +1,8 @@
 """Run programs on a graphics card: captured graphs for numbers of rows.
 
     prepare   load the kernels; for 1 to 8 rows, and for batches of some sizes, capture the
-              program's launches as a graph
-    run       send the tables that the host changed, launch the graph; nothing waits
+              program's launches as a graph, or as several where it may be cut
+    run       send the tables that the host changed, launch the graphs; nothing waits
     wait      bring back what programs count
     flights   windows whose results are taken while the next one runs (card_flights.py)
 
@@ -36,11 +36,14 @@ from strata_nb.card_profile import WindowProfile, profile_window
 from strata_nb.driver import OUTSIDE_BYTES, RESERVE_BYTES
 from strata_nb.errors import DriverError, StrataError, UnsupportedDevice
 from strata_nb.execution import Driver, ProgramDriver
+from strata_nb.kernels import mailbox
 from strata_nb.kernels.gpu.batches import WINDOW_ROWS
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.gpu.pooled import PoolPlaces
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES, plain_read_launch
+from strata_nb.kernels.pool_state import WORDS
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.plain_read import PlainRead
@@ -92,14 +95,22 @@ class _Shared:
 
 
 class CardProgram:
-    """Hold the graphs of a program, by the most rows that each is for, ascending."""
+    """Hold the graphs of a program: of each of its pieces, in order, one for some numbers of rows.
 
-    def __init__(self, graphs: Mapping[int, int]) -> None:
+    graphs   by the most rows that they are for, ascending
+    ends     of the pieces, in launches of the program
+    """
+
+    def __init__(self, graphs: Mapping[int, Sequence[int]], ends: Sequence[int]) -> None:
         self._sizes, self._graphs = list(graphs), list(graphs.values())
+        self._places = {end: number for number, end in enumerate([0, *ends])}
 
-    def graph(self, rows: int) -> int:
-        """Return the graph for so many rows."""
-        return self._graphs[bisect_left(self._sizes, rows)]
+    def graphs(self, rows: int, first: int = 0, last: int | None = None) -> Sequence[int]:
+        """Return the graphs of launches first .. last - 1 for so many rows."""
+        if first not in self._places or (last is not None and last not in self._places):
+            raise AssertionError(f"launches {first} to {last} are no pieces: {[*self._places]}")
+        end = None if last is None else self._places[last]
+        return self._graphs[bisect_left(self._sizes, rows)][self._places[first] : end]
 
 
 def _sizes(batch_rows: int) -> Sequence[int]:
@@ -126,7 +137,7 @@ class CardBackend:
 
     overlaps = True  # kernels begin while the one in front of them ends, on cards that can
     has_slots, of_host, most_rows = True, False, MOST_ROWS
-    chooses_tokens = attends_in_runs = batches_apart = fills = True
+    chooses_tokens = attends_in_runs = batches_apart = fills = pools = True
     gathers_rows = False
     outside_bytes, reserve_bytes = OUTSIDE_BYTES, RESERVE_BYTES
 
@@ -148,6 +159,7 @@ class CardBackend:
         self._most_shared: dict[str, int] = {}  # bytes that a kernel's blocks may have
         self._shared: list[_Shared] = []
         self._has_run = False  # since the last `wait`
+        self._pool: PoolPlaces | None = None
         self.driver: Driver = driver
         try:
             if recorder is not None:
@@ -165,6 +177,15 @@ class CardBackend:
 
     # Programs.
 
+    def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
+        box_bytes, state_bytes = mailbox.box_bytes(width), -(-8 * WORDS // 256) * 256
+        box = self._card.allocate_host(box_bytes)
+        memory_view(box, box_bytes)[:] = 0
+        state = self._card.allocate(state_bytes + idle_bytes, self.device)
+        self.send(state, np.zeros(state_bytes + idle_bytes, np.uint8))
+        self._pool = PoolPlaces(box, state, state + state_bytes)
+        return self._pool
+
     def compile(
         self,
         programs: Sequence[Program],
@@ -176,7 +197,7 @@ class CardBackend:
         wanted: dict[str, Wanted] = {}
         for program in programs:
             for rows in _sizes(batch_rows):
-                for one in card_launches(program, rows):
+                for one in card_launches(program, rows, self._pool):
                     one.grid(rows)  # refused before a model is loaded
                     if one.kernel.name not in self._machine:
                         wanted[one.kernel.name] = (one.kernel, one.kinds)
@@ -188,20 +209,27 @@ class CardBackend:
                 hint="pip install 'strata-nb[cuda]', or use --device host",
             ) from error
 
-    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> list[CardProgram]:
+    def prepare(
+        self, programs: Sequence[Program], *, batch_rows: int = 0, cuts: Sequence[int] = ()
+    ) -> list[CardProgram]:
         self.compile(programs, None, lambda _: None, batch_rows=batch_rows)
-        return [self._prepare(program, _sizes(batch_rows)) for program in programs]
+        return [self._prepare(program, _sizes(batch_rows), cuts) for program in programs]
 
-    def _prepare(self, program: Program, sizes: Sequence[int]) -> CardProgram:
-        graphs: dict[int, int] = {}
-        for rows in sizes:
-            launches = card_launches(program, rows)
-            for one in launches:
-                self._load(one.kernel, one.shared_bytes)
-            graph = self._captured(launches, rows)
-            graphs[rows] = self._card.graph_instantiate(graph, self.device)
-            self._card.graph_destroy(graph)
-        return CardProgram(graphs)
+    def _prepare(self, program: Program, sizes: Sequence[int], cuts: Sequence[int]) -> CardProgram:
+        ends = sorted({*cuts, len(program)})
+        pieces = [program[first:end] for first, end in pairwise([0, *ends])]
+        graphs = {rows: [self._graph(piece, rows) for piece in pieces] for rows in sizes}
+        return CardProgram(graphs, ends)
+
+    def _graph(self, piece: Program, rows: int) -> int:
+        """Return an executable graph of a piece of a program."""
+        launches = card_launches(piece, rows, self._pool)
+        for one in launches:
+            self._load(one.kernel, one.shared_bytes)
+        graph = self._captured(launches, rows)
+        executable: int = self._card.graph_instantiate(graph, self.device)
+        self._card.graph_destroy(graph)
+        return executable
 
     def _captured(self, launches: Sequence[CardLaunch], rows: int) -> int:
         """Return a graph of launches for so many rows."""
@@ -238,11 +266,16 @@ class CardBackend:
         )
 
     def run(self, program: CardProgram, rows: int, first: int = 0, last: int | None = None) -> None:
-        if first or last is not None:
-            raise AssertionError("a card runs programs as a whole")
         self._send_tables()
         self._has_run = True
-        self._card.graph_launch(program.graph(rows), self._stream)
+        for graph in program.graphs(rows, first, last):
+            self._card.graph_launch(graph, self._stream)
+
+    def record_event(self, event: int) -> None:
+        self._card.event_record(event, self._stream)
+
+    def await_event(self, event: int) -> None:
+        self._card.event_wait(self._stream, event)
 
     def _send_tables(self) -> None:
         """Bring the tables that the host changed to the card."""
@@ -301,7 +334,7 @@ class CardBackend:
         until the part is there. The programs run again and again, with what the last step had sent;
         what they count is put back.
         """
-        launches = [one for program in programs for one in card_launches(program, rows)]
+        launches = [one for program in programs for one in card_launches(program, rows, self._pool)]
         self.wait()
         self._send_tables()
         try:

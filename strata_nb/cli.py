@@ -70,7 +70,7 @@ _DEVICE = """\
                                reference: the float32 judge, which has none of the flags on experts
   -c N, --ctx-size N           cells of the K/V cache (default: {context})
   -t N, --threads N            threads that load, and compute where the host does (default: physical
-                               cores within affinity and quota)
+                               cores within affinity and quota), and the most of the CPU pool
   --prefill N                  rows of a prompt batch, or auto (default auto: 512; a card reads at
                                most 4,096)
   --ctk TYPE, --cache-type-k TYPE  how keys are stored: f32, f16 or int8 (default f16, of the
@@ -82,6 +82,9 @@ _DEVICE = """\
                                comes that is more likely to be used than who leaves), swap (at
                                times the most used exchange with the least used), off
 {swaps}
+  --pcie-frac F                on a card: the share of the missed experts that it reads over its
+                               link, the CPU computes the others; auto (the default): as measured
+  --no-cpu-pool                on a card: let the CPU compute none of them
   --vram-reserve-mib N         MiB of the device that stay free for others (default 0, of a card
                                700)
   --vram-limit SIZE            let a card, or a small device, count as one of SIZE in all (12GiB),
@@ -101,6 +104,8 @@ _DEVICE = """\
                                with memory of its own (host:1x512MiB, cuda): for `strata_nb inspect`
   --no-overlap                 on a card: begin no kernel before the one in front of it has ended
                                (slower, the same bits)
+  --no-prefill-borrow          on a card: keep buffers for experts that prompts miss, in place of
+                               borrowing memory while they are read, of slots too
   --deterministic              the same bits whatever budget, batch and threads are (on the host
                                and on cards they always are the same, of the reference never)"""
 _CONTROL = """\

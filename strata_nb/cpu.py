@@ -28,6 +28,16 @@ def physical_cores(*, proc: Path = PROC, sys: Path = SYS) -> int:
     return max(1, min([len(cores), *(math.ceil(quota) for quota in _quotas(proc, sys))]))
 
 
+def usable_processors(*, proc: Path = PROC, sys: Path = SYS) -> int:
+    """Return how many threads of this process can run at every moment, at least 1.
+
+    Two threads on one core count as two. A quota of 2.5 processors counts as 2: who uses more is
+    stopped for a while.
+    """
+    quotas = (int(quota) for quota in _quotas(proc, sys))
+    return max(1, min([len(_allowed_processors()), *quotas]))
+
+
 def processor_name(*, proc: Path = PROC) -> str:
     """Return the name of the processor for people."""
     for line in _read(proc / "cpuinfo").splitlines():

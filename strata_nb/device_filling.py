@@ -65,8 +65,11 @@ class DeviceFilling:
         shape = arena.layout.layers, arena.layout.experts
         self._plans, self._silence = new_plans(*shape), new_plans(*shape)
         self._window = 0
+        self.cpu_share = 0  # of the missed of a row, as plans have it
         self._offered: deque[set[int]] = deque()  # of windows in flight, the oldest first
-        self._is_silent = False  # the device has a plan by which nobody comes
+        # Of the plan by which nobody comes, the share that the device has with it; None: it has
+        # another plan.
+        self._silent_share: int | None = None
         if places is not None:
             backend.send(places.homes, arena.homes)
             backend.send(places.seen, np.zeros(arena.use.shape, np.int64))
@@ -95,15 +98,15 @@ class DeviceFilling:
         self._window += 1
         if not arena.usable_slots or arena.is_complete:
             self._offered.append(set())
-            was_silent, self._is_silent = self._is_silent, True
-            return None if was_silent else (self._places.plan, self._silence.view(np.uint8))
+            return self._silent_plan(self.cpu_share)
         passed = set().union(*self._offered)
         gain, heat = self._residency.worth()
         resident = arena.expert_address != arena.homes
         write_plans(self._plans, self._window, arena.free_slots(passed), resident, gain, heat)
+        self._plans["cpu_share"] = self.cpu_share
         is_offered = np.arange(MOST_OFFERED) < self._plans["offered"][:, None]
         self._offered.append(set(self._plans["slots"][is_offered].tolist()))
-        self._is_silent = False
+        self._silent_share = None
         return self._places.plan, self._plans.view(np.uint8)
 
     def landed(self, addresses: npt.NDArray[np.int64] | None) -> None:
@@ -131,21 +134,29 @@ class DeviceFilling:
 
     def lose(self) -> None:
         """Let all experts be at home, because a window failed and nobody knows what it wrote."""
-        self._is_silent = False  # a plan that was to be sent may not have been
+        self._silent_share = None  # a plan that was to be sent may not have been
         if self._offered:
             self._arena.forget()
             self._offered.clear()
 
     def find_after_failure(self) -> None:
         """Fetch what all windows left, of which none runs, and which may not all have begun."""
-        self._is_silent = False
+        self._silent_share = None
         self.find()
 
     def silence(self) -> None:
-        """Let nobody come in runs that are no windows, such as those that measure."""
-        if self._places is not None and not self._is_silent:
-            self._backend.send(self._places.plan, self._silence.view(np.uint8))
-            self._is_silent = True
+        """Let nobody come, or go to the CPU, in runs that are no windows, such as those that
+        measure."""
+        if self._places is not None and (plan := self._silent_plan(0)) is not None:
+            self._backend.send(*plan)
+
+    def _silent_plan(self, cpu_share: int) -> Sent | None:
+        """Return what is sent so that nobody comes; None where the device has that plan."""
+        if self._places is None or self._silent_share == cpu_share:
+            return None
+        self._silent_share = cpu_share
+        self._silence["cpu_share"] = cpu_share
+        return self._places.plan, self._silence.view(np.uint8)
 
     def _adopt(self, addresses: npt.NDArray[np.int64], *, is_counted: bool) -> None:
         with interrupts_later():

@@ -38,7 +38,16 @@ from strata_nb.cache.residency import Residency
 from strata_nb.cache.routing import RoutingTrace, forced_routes
 from strata_nb.cache.slots import SlotLayout
 from strata_nb.device_filling import DeviceFilling, FillingPlaces
+from strata_nb.device_pool import (
+    DevicePool,
+    Served,
+    open_device_pool,
+    pool_layers,
+    pool_places,
+    why_no_pool,
+)
 from strata_nb.device_steps import DeviceSteps, SharedCounts
+from strata_nb.device_streaming import BatchTables, ExpertStreaming
 from strata_nb.errors import ConfigError, DeviceLost
 from strata_nb.fill_plans import plan_type
 from strata_nb.formats import dequantise
@@ -59,6 +68,7 @@ from strata_nb.tracing import Announce
 
 if TYPE_CHECKING:
     from strata_nb.card_profile import WindowProfile
+    from strata_nb.kernels.gpu.pooled import PoolPlaces
 
 SEQUENCES = 16  # rows of the block table
 HEAD_ROWS = 32  # whose logits are computed at a time: 20 MB for a vocabulary of 150,000
@@ -116,10 +126,12 @@ class DeviceModel:
         self._process = os.getpid()
         self._turn = threading.RLock()  # of the thread that runs a step, or changes sequences
         self._filling_places: FillingPlaces | None = None
+        self._batch_tables: BatchTables | None = None
         self._trace: RoutingTrace | None = None
         self._forced: npt.NDArray[np.int16] | None = None  # (layers, context, top_k)
         self._prior: Profile | None = None
         self._announce = announce
+        self._pool: DevicePool | None = None
         sizes = _measure(file, description, options, ctx_size)
         with ExitStack() as undo:
             self._open(file, options, ctx_size, sizes, progress, compiling, say, undo)
@@ -156,8 +168,21 @@ class DeviceModel:
         )
         expert_bytes = sizes.experts.size_bytes if sizes.experts else 0
         self.warnings += loading.check_memory(device_needs.host_bytes(expert_bytes, needs, backend))
-        plan = plan_device(driver, device, needs)
+        plan, ring_bytes = plan_device(driver, device, needs), 0
+        if batch is not None and sizes.experts is not None:
+            needs, ring_bytes = device_needs.with_ring(
+                needs, plan, sizes.slots, borrows=options.prefill_borrow
+            )
+            plan = plan_device(driver, device, needs)
         self.warnings += device_needs.reach_warnings(plan)
+        misses = backend.pools and plan.most_slots < model.layers * model.experts
+        pool: PoolPlaces | None = None
+        if misses and sizes.experts is not None:
+            reason = why_no_pool(options, backend, sizes.experts.parts)
+            if reason is None:
+                pool = pool_places(backend, model, sizes.experts.parts)
+            else:
+                self.off.append(f"experts computed by the CPU ({reason})")
         backend.compile([measured.body, measured.head, measured.choice], compiling, say)
         if batch is not None:
             backend.compile([batch.body], compiling, say, batch_rows=batch.max_rows)
@@ -220,6 +245,11 @@ class DeviceModel:
         use, tally = SharedTable(self.arena.use), SharedTable(self.arena.tally)
         places = (backend.share(table, is_written=True) for table in (use, tally))
         self._counts = SharedCounts(use, tally, *places)
+        ring = None if options.prefill_borrow else (0, 0)
+        if ring_bytes:
+            ring = driver.allocate(ring_bytes, device), ring_bytes
+            undo.callback(driver.free, ring[0])
+            self._tell("block", device=device, owner="buffers", address=ring[0], size=ring_bytes)
         emitted, batch, placed_bytes = self._emit(
             sizes, weights.tensors, Buffers(base), placed=True
         )
@@ -241,6 +271,18 @@ class DeviceModel:
             self.arena, ranks, policy_maker(options), say=say, device_fills=backend.fills
         )
         self.ledger.heat = self._residency.heat
+        streaming: ExpertStreaming | None = None
+        if self._batch_tables is not None:
+            streaming = ExpertStreaming(
+                backend,
+                self.ledger,
+                self.arena,
+                self._batch_tables,
+                ring,
+                top_k=model.top_k,
+                say=say,
+            )
+            undo.callback(streaming.close)
         self._steps = DeviceSteps(
             backend,
             emitted,
@@ -251,12 +293,20 @@ class DeviceModel:
             self._elastic,
             self._residency,
             DeviceFilling(backend, self.arena, self._residency, self._filling_places),
+            streaming,
             self._trace,
             None if self._announce is None else self._tell_step,
+            pool_state=pool.state if pool is not None else 0,
             vocabulary=model.vocab_size,
             top_k=model.top_k,
         )
         self._fill(loaded)
+        if pool is not None and sizes.experts is not None:
+            sizes_of = (model.width, model.expert_width)
+            layers = pool_layers(sizes.experts.parts, *sizes_of, self.arena.homes)
+            self._pool = open_device_pool(backend, pool, layers, options, model.top_k, say)
+            undo.callback(self._pool.close)
+            self._steps.use_pool(self._pool)
         if backend.has_slots:
             self.warnings += device_room.keep_free(self.ledger, say)
             experts = model.layers * model.experts
@@ -340,7 +390,7 @@ class DeviceModel:
             ]
         backend, places = self._backend, Places(tensors, experts, kv, rope)
 
-        def emit(max_rows: int, head_rows: int) -> Programs:
+        def emit(max_rows: int, head_rows: int, places: Places = places) -> Programs:
             return models.emit_programs(
                 model,
                 places,
@@ -356,8 +406,25 @@ class DeviceModel:
         if not backend.batches_apart:
             return emit(self.max_rows, HEAD_ROWS), None, buffers.size_bytes
         programs = emit(min(self.max_rows, WINDOW_ROWS), WINDOW_ROWS)
-        batch = emit(self.max_rows, WINDOW_ROWS) if self.max_rows > WINDOW_ROWS else None
+        batch = None
+        if self.max_rows > WINDOW_ROWS:
+            if placed and experts:
+                self._batch_tables = self._share_batch_tables()
+                _, _, reads, missed = self._batch_tables
+                experts = [
+                    one._replace(
+                        addresses=reads + 8 * model.experts * layer,
+                        homes=one.homes and missed + 8 * model.experts * layer,
+                    )
+                    for layer, one in enumerate(experts)
+                ]
+            batch = emit(self.max_rows, WINDOW_ROWS, places._replace(experts=experts))
         return programs, batch, buffers.size_bytes
+
+    def _share_batch_tables(self) -> BatchTables:
+        """Make the tables of experts that batches read, as if none had a slot."""
+        reads, missed = (SharedTable(self.arena.homes.copy()) for _ in range(2))
+        return BatchTables(reads, missed, self._backend.share(reads), self._backend.share(missed))
 
     def _read_files(self, options: Options, model: Description, ctx_size: int) -> None:
         """Read the profile and the routes that are given, and begin the trace that is asked for."""
@@ -421,6 +488,7 @@ class DeviceModel:
             if not prompt and self.kv.has_room(sequence, cells):
                 return
             self._settle()
+            self._steps.return_loan()
             if prompt:
                 self._elastic.before_prompt({sequence: cells})
             else:
@@ -455,6 +523,7 @@ class DeviceModel:
             hits=hits,
             misses=misses,
             filled=arena.filled,
+            streamed=self._steps.streamed[0],
         )
 
     def _tell(self, kind: str, **fields: object) -> None:
@@ -527,6 +596,7 @@ class DeviceModel:
         hits, misses = self.arena.tally.tolist()
         moved = self._residency
         missed_bytes = moved.missed_bytes if self._backend.has_slots else 0
+        served = self._pool.served() if self._pool is not None else Served(0, 0, 0.0)
         return ModelReport(
             (device,),
             hits,
@@ -534,8 +604,12 @@ class DeviceModel:
             moved.inserted,
             moved.inserted_bytes,
             missed_bytes,
-            missed_bytes + moved.copied_bytes,
+            max(0, missed_bytes - served.bytes) + moved.copied_bytes,
             self.arena.filled,
+            *self._steps.streamed,
+            served.experts,
+            served.bytes,
+            served.waited_s,
         )
 
     def look(self) -> Look:
@@ -551,6 +625,7 @@ class DeviceModel:
         """
         with self._turn:
             self._settle()
+            self._steps.return_loan()
             if reserve_bytes is None:
                 reserve_bytes = self.ledger.plan.needs.reserve_bytes
             if self._elastic is not None:
@@ -567,9 +642,10 @@ class DeviceModel:
         """Let every expert leave its slot, and forget the profile and what was used so far."""
         with self._turn:
             self._settle()
+            self._steps.return_loan()
+            self._residency.forget()
             self._counts.use[:] = 0
             self.arena.prior[:] = 0
-            self._residency.forget()
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""

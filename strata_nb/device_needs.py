@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from strata_nb.backend import Backend
@@ -9,6 +10,7 @@ from strata_nb.cache.elastic import GrowthRules
 from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.cache.plan import Needs, Plan
 from strata_nb.cache.slots import SlotLayout, slot_budget
+from strata_nb.device_streaming import ring_bytes
 from strata_nb.errors import ConfigError
 from strata_nb.execution import PLAIN_UNIT_BYTES
 from strata_nb.models.description import bytes_text
@@ -81,6 +83,18 @@ def plain_bytes(*sizes: int) -> int:
     return sum(-(-size // PLAIN_UNIT_BYTES) * PLAIN_UNIT_BYTES for size in sizes)
 
 
+def with_ring(needs: Needs, plan: Plan, slots: SlotLayout, *, borrows: bool) -> tuple[Needs, int]:
+    """Return needs with what prompt batches need for missed experts, and the bytes of buffers.
+
+    plan      of `needs`: where all experts have slots, nothing is added
+    borrows   memory that nobody uses is enough, or slots; else buffers are taken at the start
+    """
+    size = ring_bytes(slots) if plan.start_slots < slots.full_slots else 0
+    if borrows:
+        return replace(needs, loan_bytes=size), 0
+    return replace(needs, dense_bytes=needs.dense_bytes + plain_bytes(size)), size
+
+
 def reserve_bytes(options: Options, backend: Backend[Any]) -> int:
     """Return how much of the device stays free for others."""
     if options.vram_reserve_mib is None:
@@ -117,6 +131,8 @@ def switched_off(options: Options, plan: Plan, slots: int, experts: int) -> list
         off.append("following the text (--adapt off)")
     if not options.overlap:
         off.append("kernels that overlap (--no-overlap)")
+    if not options.prefill_borrow and slots < experts:
+        off.append("loans to prompts (--no-prefill-borrow)")
     if plan.needs.kv_cells >= plan.needs.kv_most_cells and options.kv_grow is False:
         off.append("growth of the K/V (--no-kv-grow)")
     return off

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from strata_nb.backend import Backend
 from strata_nb.device_heads import Heads, Record
+from strata_nb.device_streaming import ExpertStreaming
 from strata_nb.models.places import Programs
 from strata_nb.steps import Row
 
@@ -41,19 +42,31 @@ class Reader:
     def most_rows(self) -> int:
         return self._programs.max_rows
 
-    def read(self, rows: Sequence[Row], lengths: dict[int, int], *, by_layer: bool) -> None:
+    def read(
+        self,
+        rows: Sequence[Row],
+        lengths: dict[int, int],
+        *,
+        by_layer: bool,
+        streaming: ExpertStreaming | None = None,
+    ) -> None:
         """Begin to read rows, each at the next position of its sequence; `lengths` is used up.
 
-        by_layer   stop between layers, where an interrupt is seen
+        by_layer    stop between layers, where an interrupt is seen
+        streaming   what brings the experts of each layer before it
         """
         self.record.write(rows, lengths)
         self._backend.send(self.record.address, self.record.words)
-        if not by_layer:
+        if not by_layer and streaming is None:
             self._backend.run(self._body, len(rows))
             return
         first = 0
-        for end in self._programs.layer_ends:
+        for layer, end in enumerate(self._programs.layer_ends):
+            if streaming is not None:
+                streaming.bring(layer)
             self._backend.run(self._body, len(rows), first, end)
+            if streaming is not None:
+                streaming.leave(layer)
             first = end
 
     def chosen(self, rows: int) -> npt.NDArray[np.int64]:
@@ -62,6 +75,17 @@ class Reader:
         if len(words):
             self._backend.fetch(self._programs.chosen[0], words)
         return self.routes(words, rows)
+
+    def latest(self, rows: int, most: int) -> npt.NDArray[np.int64]:
+        """Return the experts that the last of `rows` rows used, `most` of them or fewer.
+
+        int64 (rows, layers, top_k), as `chosen`, without fetching what the others used.
+        """
+        chosen, count = self._programs.chosen, min(rows, most)
+        routes = np.empty((len(chosen), count, self._top_k), np.int64)
+        for layer, address in enumerate(chosen):
+            self._backend.fetch(address + 8 * self._top_k * (rows - count), routes[layer])
+        return routes.swapaxes(0, 1)
 
     @property
     def route_words(self) -> int:

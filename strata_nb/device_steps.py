@@ -30,14 +30,17 @@ from strata_nb.cache.elastic import ElasticKV
 from strata_nb.cache.experts import ExpertArena, Tier
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.policy import Moves
-from strata_nb.cache.residency import Residency
+from strata_nb.cache.residency import LATEST_ROWS, Residency
 from strata_nb.cache.routing import RoutingTrace
-from strata_nb.device_filling import DeviceFilling
+from strata_nb.device_filling import DeviceFilling, Sent
 from strata_nb.device_heads import Heads
+from strata_nb.device_pool import DevicePool
 from strata_nb.device_readers import Reader
+from strata_nb.device_streaming import ExpertStreaming
 from strata_nb.device_windows import Counts, Fetched, Landed, Window, Windows
 from strata_nb.errors import ConfigError, StrataError
 from strata_nb.interrupts import interrupts_later
+from strata_nb.kernels.pool_state import WORDS
 from strata_nb.kernels.reference import Floats
 from strata_nb.models.places import Programs
 from strata_nb.sampling import Choice
@@ -59,6 +62,8 @@ class DeviceSteps:
 
     programs   for windows, and for every other step where `batch` is None
     batch      for steps of more rows than a window has
+    streaming  brings missed experts for batches; None: batches are the programs of windows
+    pool_state   where the device has the words of `pool_state.py`; 0: it has no pool
     vocabulary, top_k   of the model
     told   called behind a step with the number of its rows; None: nobody wants to know
     """
@@ -74,23 +79,29 @@ class DeviceSteps:
         elastic: ElasticKV | None,
         residency: Residency,
         filling: DeviceFilling,
+        streaming: ExpertStreaming | None,
         trace: RoutingTrace | None,
         told: Callable[[int], None] | None,
         *,
+        pool_state: int,
         vocabulary: int,
         top_k: int,
     ) -> None:
         self._backend, self._programs, self._counts = backend, programs, counts
         self._kv, self._arena, self._elastic = kv, arena, elastic
-        self._residency, self._filling = residency, filling
+        self._residency, self._filling, self._streaming = residency, filling, streaming
         self._trace, self._told = trace, told
+        self._pool_state = pool_state
+        self._pool: DevicePool | None = None  # not before the experts are loaded
         wanted = [programs.body, programs.head, programs.choice]
         if backend.chooses_tokens:
             wanted.append(programs.window)
         *prepared, window = [*backend.prepare(wanted), None][:4]
         self._few = self._many = Reader(backend, programs, prepared, vocabulary, top_k)
         if batch is not None:
-            (body,) = backend.prepare([batch.body], batch_rows=batch.max_rows)
+            (body,) = backend.prepare(
+                [batch.body], batch_rows=batch.max_rows, cuts=batch.layer_ends
+            )
             prepared = [body, *backend.prepare([batch.head, batch.choice])]
             self._many = Reader(backend, batch, prepared, vocabulary, top_k)
         self._latest = self._few  # who began the last step
@@ -107,6 +118,7 @@ class DeviceSteps:
             self._counts.tally_address,
             self._counts.tally.array.size,
             self._filling.addresses,
+            self._pool_state,
         )
         words = self._few.route_words
         flights = self._backend.flights(
@@ -118,6 +130,10 @@ class DeviceSteps:
         return Windows(flights, program, self._programs, self._few.record, counts, words)
 
     # What is done.
+
+    def use_pool(self, pool: DevicePool) -> None:
+        """Leave missed experts to the CPU from now on; whoever calls closes the pool."""
+        self._pool = pool
 
     def step(self, rows: Sequence[Row]) -> Floats:
         return self._whole_step(rows, Heads.logits)
@@ -155,6 +171,7 @@ class DeviceSteps:
                 if ahead is not None:
                     for sequence in ahead.sequences:
                         self._kv.rewind(sequence, self._kv.length(sequence))
+                self._rest()
             if moves is not None:
                 self._residency.carry_out(moves)
 
@@ -163,6 +180,17 @@ class DeviceSteps:
         if self._ahead is not None:
             with suppress(StrataError):
                 self._backend.wait()
+
+    @property
+    def streamed(self) -> tuple[int, int]:
+        """How many experts were copied for prompt batches so far, and their bytes."""
+        streaming = self._streaming
+        return (0, 0) if streaming is None else (streaming.streamed, streaming.streamed_bytes)
+
+    def return_loan(self) -> None:
+        """Give back what prompt batches borrowed; nothing is in flight."""
+        if self._streaming is not None:
+            self._streaming.end()
 
     def pause(self) -> None:
         """Begin nothing ahead of the next window.
@@ -204,16 +232,19 @@ class DeviceSteps:
         if self._moves is None:
             self._begin_ahead(windows, now, ahead, 1)
         landed = windows.land(now)
+        if self._pool is not None and landed.pool is not None:
+            self._pool.landed(landed.pool)
         if min(landed.tokens) < 0:
             return self._refused(now, rows, how)
         for sequence in now.sequences:
             self._kv.advance(sequence, 1)
+        was_complete = self._arena.is_complete
         self._filling.landed(landed.addresses)
         if self._moves is not None:  # nothing is in flight
             moves, self._moves = self._moves, None
             self._residency.carry_out(moves)
             self._begin_ahead(windows, now, ahead, 0)
-        self._follow(landed, len(rows))
+        self._follow(landed, len(rows), was_complete=was_complete)
         if self._trace is not None and landed.routes is not None:
             self._trace.append(self._few.routes(landed.routes, len(rows)))
         if self._told is not None:
@@ -223,11 +254,14 @@ class DeviceSteps:
         if self._ahead is not None:
             places = zip(now.sequences, landed.tokens, strict=True)
             self._ahead.rows = [Row(sequence, token, True) for sequence, token in places]
+        else:
+            self._rest()
         self._last = now.sequences
         return landed.tokens
 
     def _begin(self, windows: Windows, rows: Sequence[Row], how: Sequence[Choice]) -> Window:
         new = Counter(row.sequence for row in rows)
+        self.return_loan()  # the step before was a batch if there is one
         if self._elastic is not None and not self._elastic.is_ample(new):
             self.settle()  # who gives the memory is chosen by the use of experts
             self._elastic.before_step(new)
@@ -239,7 +273,7 @@ class DeviceSteps:
             positions.append(lengths[row.sequence])
             lengths[row.sequence] += 1
         self._has_flown, self._latest = True, self._few
-        beside, fetched = self._filling.begin(), self._fetched()
+        beside, fetched = self._planned(), self._fetched()
         return windows.begin(rows, how, positions, fetched, beside)
 
     def _begin_ahead(
@@ -272,8 +306,20 @@ class DeviceSteps:
             return
         positions = [kv.length(sequence) + unread for sequence in sequences]
         self._has_flown = True
-        beside, fetched = self._filling.begin(), self._fetched()
+        beside, fetched = self._planned(), self._fetched()
         self._ahead = windows.begin_behind(now, how, positions, fetched, beside)
+
+    def _planned(self) -> Sent | None:
+        """Return the plan of a window that begins now, which those who serve misses await."""
+        if self._pool is not None:
+            self._pool.awake()
+            self._filling.cpu_share = self._pool.share
+        return self._filling.begin()
+
+    def _rest(self) -> None:
+        """Let nobody wait for windows while none is in flight."""
+        if self._pool is not None:
+            self._pool.rest()
 
     def _fetched(self) -> Fetched:
         """Say what a window that begins now shall bring beside its tokens."""
@@ -282,16 +328,20 @@ class DeviceSteps:
             moving or self._told is not None,
             self._trace is not None,
             moving and self._filling.addresses != 0,
+            self._pool is not None,
         )
 
-    def _follow(self, landed: Landed, rows: int) -> None:
-        """Tell policies of a window, and do what they want now or behind the window in flight."""
+    def _follow(self, landed: Landed, rows: int, *, was_complete: bool) -> None:
+        """Tell policies of a window, and do what they want now or behind the window in flight.
+
+        was_complete   every expert had a slot before it: who came in it was missed by it
+        """
         if landed.use is not None and landed.tally is not None:
             self._counts.use.receive().reshape(-1)[:] = landed.use
             self._counts.tally.receive()[:] = landed.tally
         moves = Moves([], [])
         if self._arena.usable_slots:
-            if landed.use is None or self._arena.is_complete:
+            if landed.use is None or was_complete:
                 self._residency.pass_over(rows)
             else:
                 moves = self._residency.decide(rows)
@@ -334,6 +384,9 @@ class DeviceSteps:
         self.settle()
         new = Counter(row.sequence for row in rows)
         before = {sequence: self._kv.length(sequence) for sequence in new}
+        is_ample = self._elastic is None or self._elastic.is_ample(new)
+        if len(rows) <= WINDOW_ROWS or not is_ample:
+            self.return_loan()
         if self._elastic is not None:
             self._elastic.before_step(new)
         try:
@@ -359,19 +412,34 @@ class DeviceSteps:
         self._latest = reader
         if reader is not self._few:
             self._filling.silence()  # the plan that the device has is an older window's
-        elif (planned := self._filling.begin()) is not None:
+        elif (planned := self._planned()) is not None:
             self._backend.send(*planned)
         by_layer = len(rows) > WINDOW_ROWS and not self._backend.batches_apart
-        reader.read(rows, lengths, by_layer=by_layer)
+        streaming = self._streaming if reader is not self._few else None
+        used_before = self._arena.use.copy()
+        if streaming is not None:
+            streaming.begin(len(rows))
+        reader.read(rows, lengths, by_layer=by_layer, streaming=streaming)
         result = head(reader.heads, [n for n, row in enumerate(rows) if row.wants_logits])
         self._backend.wait()
+        if reader is self._few and self._pool is not None:
+            self._rest()
+            words = np.empty(WORDS, np.int64)
+            self._backend.fetch(self._pool_state, words)
+            self._pool.landed(words)
         was_complete = self._arena.is_complete
+        if streaming is not None:
+            used = self._arena.use - used_before
+            self._residency.note_batch(used, streaming.coming)
         self._filling.find(is_counted=True)
         if self._arena.usable_slots:
             if was_complete:
                 self._residency.pass_over(len(rows))
             else:
-                self._residency.after(len(rows), is_window=reader is self._few)
+                is_window = len(rows) <= WINDOW_ROWS
+                self._residency.after(
+                    len(rows), None if is_window else reader.latest(len(rows), LATEST_ROWS)
+                )
         if self._trace is not None:  # behind all that may fail: a step that is repeated counts once
             self._trace.append(self.chosen(len(rows)))
         for sequence, cells in new.items():
@@ -391,8 +459,11 @@ class DeviceSteps:
         try:
             self._backend.wait()  # what was begun may still use what is moved or freed next
             self._has_flown = False
+            self._rest()
             self._filling.find_after_failure()
         except StrataError:  # what failed first is what is told
             self._filling.lose()
+        with suppress(StrataError):
+            self.return_loan()
         for sequence, length in before.items():
             self._kv.rewind(sequence, length)  # the room that it got is free again

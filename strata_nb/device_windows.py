@@ -20,6 +20,7 @@ import numpy.typing as npt
 from strata_nb.backend import Flights
 from strata_nb.choosing import used_bytes, write_choices
 from strata_nb.device_heads import Record
+from strata_nb.kernels.pool_state import WORDS as POOL_WORDS
 from strata_nb.models.places import Programs
 from strata_nb.sampling import Choice
 from strata_nb.steps import WINDOW_ROWS, Row
@@ -30,18 +31,21 @@ Sent = tuple[int, npt.NDArray[np.uint8]]  # an address, and what is sent there
 
 
 class Fetched(NamedTuple):
-    """Say what is fetched with a window's tokens: use and tally of experts, the routes, and the
-    addresses of experts, where the window may change them."""
+    """Say what is fetched with a window's tokens: use and tally of experts, the routes, the
+    addresses of experts, where the window may change them, and what the device remembers of the
+    experts that the CPU computes."""
 
     counts: bool
     routes: bool
     addresses: bool = False
+    pool: bool = False
 
 
 class Counts(NamedTuple):
     """Say where a device counts the use of experts: addresses, and words.
 
     addresses   where it has those of the experts, as many words as of `use`; 0: never fetched
+    pool        where it has the words of `pool_state.py`; 0 likewise
     """
 
     use: int
@@ -49,6 +53,7 @@ class Counts(NamedTuple):
     tally: int
     tally_words: int
     addresses: int = 0
+    pool: int = 0
 
 
 @dataclass(slots=True)
@@ -83,6 +88,7 @@ class Landed(NamedTuple):
     use, tally   of all windows up to this one; None where they were not fetched
     routes       int64 words as `Programs.chosen` has them, from the first layer's; likewise
     addresses    int64, of all experts behind this window; likewise
+    pool         int64 words of `pool_state.py`; likewise
     """
 
     tokens: list[int]
@@ -90,6 +96,7 @@ class Landed(NamedTuple):
     tally: npt.NDArray[np.int64] | None
     routes: npt.NDArray[np.int64] | None
     addresses: npt.NDArray[np.int64] | None = None
+    pool: npt.NDArray[np.int64] | None = None
 
 
 class Windows:
@@ -120,7 +127,7 @@ class Windows:
     @staticmethod
     def most_fetched(counts: Counts, route_words: int) -> int:
         """Return the most bytes that a window fetches."""
-        words = WINDOW_ROWS + route_words + 2 * counts.use_words + counts.tally_words
+        words = WINDOW_ROWS + route_words + 2 * counts.use_words + counts.tally_words + POOL_WORDS
         return _WORD * words
 
     def can_draw(self, rows: Sequence[Row], how: Sequence[Choice]) -> bool:
@@ -178,6 +185,8 @@ class Windows:
             wanted.append((counts.tally, _WORD * counts.tally_words))
         if fetched.addresses:
             wanted.append((counts.addresses, _WORD * counts.use_words))
+        if fetched.pool:
+            wanted.append((counts.pool, _WORD * POOL_WORDS))
         sent = [(record.address, record.memory[:size])]
         if beside is not None:
             sent.append(beside)
@@ -193,13 +202,15 @@ class Windows:
             counts.use_words if fetched.counts else 0,
             counts.tally_words if fetched.counts else 0,
             counts.use_words if fetched.addresses else 0,
+            POOL_WORDS if fetched.pool else 0,
         ]
         ends = np.cumsum(sizes).tolist()
-        chosen, use, tally, addresses = (words[start:end] for start, end in pairwise(ends))
+        chosen, use, tally, addresses, pool = (words[start:end] for start, end in pairwise(ends))
         return Landed(
             words[:count].tolist(),
             use if fetched.counts else None,
             tally if fetched.counts else None,
             chosen if fetched.routes else None,
             addresses if fetched.addresses else None,
+            pool if fetched.pool else None,
         )

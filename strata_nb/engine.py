@@ -57,6 +57,9 @@ class Report:
     missed_bytes      of the experts that misses read
     link_bytes        that devices took from host memory for experts: by misses, and by copies
     filled            missed experts that a card brought to slots itself, on their way
+    streamed, streamed_bytes   missed experts that were copied for prompt batches, and their bytes
+    cpu_experts, cpu_bytes   missed experts that the CPU computed instead, and their bytes
+    cpu_wait_s        that the card waited for it
     kv_cells          of K/V that there is memory for
     bytes_by_owner    of the devices' memory
     """
@@ -72,6 +75,11 @@ class Report:
     missed_bytes: int
     link_bytes: int
     filled: int
+    streamed: int
+    streamed_bytes: int
+    cpu_experts: int
+    cpu_bytes: int
+    cpu_wait_s: float
     kv_cells: int
     bytes_by_owner: dict[str, int]
 
@@ -181,6 +189,8 @@ class Engine:
                 )
         if not options.overlap:
             raise _nothing_overlaps(REFERENCE)
+        if not options.prefill_borrow:
+            raise _nothing_borrows(REFERENCE)
         if options.deterministic:
             raise ConfigError(
                 "--deterministic: the products of the reference device are numpy's, whose rounding "
@@ -237,6 +247,8 @@ class Engine:
             if not backend.overlaps:
                 raise _nothing_overlaps(self.device)
             backend.overlaps = False
+        if not options.prefill_borrow and not backend.batches_apart:
+            raise _nothing_borrows(self.device)
         self.warnings += backend.warnings
         most_rows = max(WINDOW_ROWS, self.prefill_rows)
         if backend.most_rows is not None and most_rows > backend.most_rows:
@@ -321,6 +333,11 @@ class Engine:
             report.missed_bytes,
             report.link_bytes,
             report.filled,
+            report.streamed,
+            report.streamed_bytes,
+            report.cpu_experts,
+            report.cpu_bytes,
+            report.cpu_wait_s,
             sum(device.kv_cells for device in report.devices),
             owners,
         )
@@ -443,11 +460,15 @@ class Engine:
         sampling: Sampling | None = None,
         stop: Sequence[str] | None = None,
         ignore_eos: bool = False,
+        progress: Progress | None = None,
     ) -> Generation:
-        """Continue `ids` in a fresh session; see `Session.generate`. The prompt is read at once."""
+        """Continue `ids` in a fresh session; see `Session.generate`. The prompt is read at once.
+
+        `progress` is that of `Session.extend`.
+        """
         session = self.open_session()
         try:
-            session.extend(ids)
+            session.extend(ids, progress)
         except BaseException:
             session.close()  # and not when the error is forgotten, which holds it until then
             raise
@@ -482,6 +503,13 @@ class Engine:
 def _nothing_overlaps(device: str) -> ConfigError:
     return ConfigError(
         f"--no-overlap: the device {device} begins no kernel before another has ended",
+        hint="leave it out, or use a card: --device cuda",
+    )
+
+
+def _nothing_borrows(device: str) -> ConfigError:
+    return ConfigError(
+        f"--no-prefill-borrow: the device {device} borrows nothing for prompts",
         hint="leave it out, or use a card: --device cuda",
     )
 

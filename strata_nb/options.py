@@ -101,7 +101,7 @@ class Options:
                     NVIDIA card; "reference": the float32 judge
     ctx_size        cells of the K/V cache; None: the model's context, at most 8,192
     threads         that load, and that compute where the host does; None: physical cores within
-                    affinity and quota
+                    affinity and quota. Of the CPU pool the most; None: all processors but one
     prefill         rows of a prompt batch, or "auto"; a card reads 4,096 at most
     cache_type_k/v  how keys and values are stored, a name of `formats.CACHE_TYPES`: "f32", "f16",
                     "int8" (a scale per 64 values); None: the device's own choice (reference: f32,
@@ -121,11 +121,17 @@ class Options:
                     number of threads, or on which experts are resident. Host and cards always do so
     overlap         whether a card begins a kernel while the one in front of it ends, if it can; the
                     bits are the same
+    prefill_borrow  whether a prompt on a card borrows memory for the experts that it misses: what
+                    nobody uses, or slots; else it has buffers of its own
     adapt           how the experts in slots follow the text: "insert" (a miss comes when it is more
                     likely to be used than who leaves), "swap" (the most used exchange with the
                     least used at times), "off" (who came first stays)
     adapt_every, adapt_swaps, adapt_decay   of "swap" only: windows between two rounds (0: never),
                     exchanges of a round, what a round leaves of each count; None: 4, 96 and 0.7
+    cpu_pool        whether the CPU computes some of the experts that a card misses; never where
+                    `deterministic` is true, for the order of sums depends on who did
+    pcie_frac       share of the missed that a card reads over its link, 0 to 1; "auto": as many as
+                    lets both end at the same time, by what is measured
     expert_profile, expert_profile_save   files that rank experts by use: read to fill slots at the
                     start, and written at the end. No profile is read for None, but of the story
                     model its own; "none" reads none of any model
@@ -152,10 +158,13 @@ class Options:
     kv_grow_step: int | None = None
     deterministic: bool = False
     overlap: bool = True
+    prefill_borrow: bool = True
     adapt: str = "insert"
     adapt_every: int | None = None
     adapt_swaps: int | None = None
     adapt_decay: float | None = None
+    cpu_pool: bool = True
+    pcie_frac: float | str = "auto"
     expert_profile: str | os.PathLike[str] | None = None
     expert_profile_save: str | os.PathLike[str] | None = None
     routing_trace: str | os.PathLike[str] | None = None
@@ -198,9 +207,13 @@ class Options:
             ("--deterministic", self.deterministic),
             ("--vram-elastic", self.vram_elastic),
             ("--no-overlap", self.overlap),
+            ("--no-prefill-borrow", self.prefill_borrow),
+            ("--no-cpu-pool", self.cpu_pool),
         ):
             if not isinstance(value, bool):
                 raise _refuse(flag, value, "as True or False")
+        if self.pcie_frac != "auto":
+            _check_real("--pcie-frac", self.pcie_frac, 0.0, 1.0, "a number from 0 to 1, or auto")
         self._check_adapt()
         _check_path("--expert-profile", self.expert_profile)
         _check_path("--expert-profile-save", self.expert_profile_save)

@@ -215,8 +215,10 @@ class Session:
         """Add `ids` and read everything that has not been read yet.
 
         Raises ConfigError, and adds nothing, where the context is too small for them, and
-        OutOfDeviceMemory where the device is. `progress` is called with (tokens read, tokens to
-        read).
+        OutOfDeviceMemory where the device is. `progress` is called behind each prompt batch with
+        (tokens read, tokens to read). What it raises ends the reading there, as Ctrl-C does within
+        a batch: nothing is lost, and the rest is read with what comes next, or forgotten by
+        `rewind`.
         """
         self._check_open()
         self._check_decided()

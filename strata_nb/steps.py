@@ -79,6 +79,9 @@ class ModelReport(NamedTuple):
     missed_bytes    of the experts that misses read
     link_bytes      that the device took from host memory for experts: by misses, and by copies
     filled          missed experts that a device brought to slots itself, on their way
+    streamed, streamed_bytes   missed experts that were copied for prompt batches, and their bytes
+    cpu_experts, cpu_bytes   missed experts that the CPU computed instead, and their bytes
+    cpu_wait_s      that the device waited for it
     """
 
     devices: tuple[DeviceReport, ...]
@@ -89,6 +92,11 @@ class ModelReport(NamedTuple):
     missed_bytes: int
     link_bytes: int
     filled: int
+    streamed: int
+    streamed_bytes: int
+    cpu_experts: int = 0
+    cpu_bytes: int = 0
+    cpu_wait_s: float = 0.0
 
 
 class StepModel(Protocol):
@@ -241,7 +249,7 @@ class ReferenceSteps:
             raise
 
     def report(self) -> ModelReport:
-        return ModelReport((), 0, 0, 0, 0, 0, 0, 0)
+        return ModelReport((), 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
     def close(self) -> None:
         with self._turn:

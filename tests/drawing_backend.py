@@ -77,7 +77,9 @@ class DrawingBackend(HostBackend):
     ) -> None:
         super().compile([_of_the_host(one) for one in programs], progress, say)
 
-    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> list[Any]:
+    def prepare(
+        self, programs: Sequence[Program], *, batch_rows: int = 0, cuts: Sequence[int] = ()
+    ) -> list[Any]:
         prepared = super().prepare([_of_the_host(one) for one in programs])
         return [
             Drawing(made, _arguments(program, "embed"), _arguments(program, "sample"))

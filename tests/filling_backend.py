@@ -36,7 +36,9 @@ class FillingBackend(DrawingBackend):
         self.came = 0
         self._layers: dict[int, list[Layer]] = {}
 
-    def prepare(self, programs: Sequence[Program], *, batch_rows: int = 0) -> list[Any]:
+    def prepare(
+        self, programs: Sequence[Program], *, batch_rows: int = 0, cuts: Sequence[int] = ()
+    ) -> list[Any]:
         prepared = super().prepare(programs, batch_rows=batch_rows)
         for program, made in zip(programs, prepared, strict=True):
             self._layers[id(made)] = list(layers_of(program))

@@ -55,7 +55,13 @@ class Memory:
     """Hold the arrays that a kernel may use; it may write those in `written`.
 
     Launches that share one follow each other, and may overlap: it knows which wrote what.
+
+    others     called before a word is loaded that others of the system may write: plays those
+    clock_ns   moves on by `tick_ns` whenever a kernel asks for the time
     """
+
+    others: Callable[[], None] = staticmethod(lambda: None)
+    clock_ns, tick_ns = 10**15, 1000
 
     def __init__(self, written: Sequence[Any], read: Sequence[Any] = ()) -> None:
         blocks = [(array.ctypes.data, array.nbytes, True) for array in written]
@@ -244,7 +250,21 @@ def _product_of_bytes(words: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]
     return [tuple(one) for one in found.tolist()]
 
 
-_PRODUCTS = {
+def _matrices(words: Sequence[tuple[bytearray, int]]) -> list[tuple[int, ...]]:
+    """Return the words that each lane gets of four blocks of rows in shared memory.
+
+    words   of each lane: shared memory, and where its row is
+    """
+    rows = [struct.unpack_from("<4i", *one) for one in words]
+    return [
+        tuple(rows[8 * number + (lane >> 2)][lane & 3] for number in range(4))
+        for lane in range(WARP)
+    ]
+
+
+# What lanes do together: of the words of each, what each gets.
+_PRODUCTS: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
+    "shared_load_matrices": _matrices,
     "mma_of_halves": _product,
     "mma_16x8x16": _product_of_bytes,
     "mma_16x8x32": _product_of_bytes,
@@ -367,6 +387,8 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "square_root": np.sqrt,
     "i32": lambda x: _signed(x, 32),
     "i64": lambda x: x,
+    "once_i32": lambda x: x,
+    "once_i64": lambda x: x,
     "f32_of_i32": np.float32,
     "f32": np.float32,
 }
@@ -391,25 +413,20 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
             getcurrent().has_waited = True
 
         return await_previous
-    if name == "copy_to_shared":
-        load, place_words = _access("load_4xi32", memory), _access("shared_store_4xi32", memory)
-
-        def copy(offset: int, address: int) -> None:  # at once, or as late as may be
-            words, lane = load(address), getcurrent()
-            if lane.thread % 2:
-                place_words(offset, *words)
-            else:
-                lane.copies[-1].append(lambda: place_words(offset, *words))
-
-        return copy
     if name == "end_copies":
         return lambda: getcurrent().copies.append([])
-    if name == "await_copies":
+    if name in ("await_copies", "await_older_copies"):
+        leaves = (
+            2 if name == "await_older_copies" else 0
+        )  # the last that was ended, and the open one
 
-        def await_copies() -> None:  # all groups that were ended but the last one
+        def await_copies() -> None:
             lane = getcurrent()
-            *ready, last, open_one = [[], *lane.copies]
-            lane.copies = [last, open_one]
+            groups = [[], *lane.copies]
+            ready, lane.copies = (
+                groups[: len(groups) - leaves],
+                groups[len(groups) - leaves :] or [[]],
+            )
             for put in (put for group in ready for put in group):
                 put()
 
@@ -438,8 +455,52 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
             return found
 
         return arrive
+    if name == "nanoseconds":
+
+        def nanoseconds() -> int:
+            memory.clock_ns += memory.tick_ns
+            return memory.clock_ns
+
+        return nanoseconds
+    if name == "load_system_i64":
+        load_word = _access("load_i64", memory)
+
+        def load_system(place: int) -> int:
+            memory.others()
+            word: int = load_word(place)
+            return word
+
+        return load_system
+    if name == "store_system_i64":
+        return _access("store_i64", memory)
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
+    if name == "shared_load_matrices":
+
+        def load_matrices(place: int) -> Any:
+            lane = getcurrent()
+            if not 0 <= place <= len(lane.shared) - 16 or place % 16:
+                raise KernelFault(f"{name} at {place} of {len(lane.shared)} shared bytes")
+            return lane.parent.switch((name, (lane.shared, place), 0))
+
+        return load_matrices
+    if name.startswith("copy_"):
+        size = int(name.removeprefix("copy_"))
+        words = "4xi32" if size == 16 else "2xi32" if size == 8 else "i32"
+        load, store_shared = (
+            _access(f"load_{words}", memory),
+            _access(f"shared_store_{words}", memory),
+        )
+
+        def copy(place: int, address: int) -> None:  # at once, or as late as may be
+            found, lane = load(address), getcurrent()
+            values = found if size > 4 else (found,)
+            if lane.thread % 2:
+                store_shared(place, *values)
+            else:
+                lane.copies[-1].append(lambda: store_shared(place, *values))
+
+        return copy
     if name in _PRODUCTS:
         return lambda *words: getcurrent().parent.switch((name, words, 0))
     if name.startswith("shuffle_xor_"):

@@ -102,6 +102,16 @@ def test_empty_slots_change_no_bit_and_fill_again(path: Path) -> None:
         assert model.arena.resident > 0
 
 
+def test_what_was_missed_before_slots_are_emptied_still_counts(path: Path) -> None:
+    with opened(path, DEVICE, expert_cache="0") as model:  # policies are told nothing
+        read_in(model, random_tokens(5), 1)
+        missed_bytes = model.report().missed_bytes
+        model.empty_slots()
+        assert model.report().missed_bytes == missed_bytes > 0
+        read_in(model, random_tokens(5), 1)
+        assert model.report().missed_bytes == 2 * missed_bytes
+
+
 def test_a_table_shows_hits_and_the_shares_of_link_and_limit(run: Console, path: Path) -> None:
     words = ["-m", str(path), "--device", DEVICE, "--expert-cache=50%", "-p4", "-n4", "-r1"]
     status, out, _ = run("bench", *words)

@@ -115,20 +115,21 @@ def test_a_model_on_a_card_gives_the_hosts_logits_and_draws_from_them(
 
 @pytest.mark.slow
 def test_a_prompt_is_read_in_a_batch(tiny: Path) -> None:
-    ids = random_tokens(13)
+    ids = random_tokens(14)
     with opened(tiny, rows=16, ctx=64) as model:
         wanted = read(model, model.open_sequence(), ids)
     with (
         simulated_card(budget_bytes=2 * GIB) as backend,
-        closing(load(backend, tiny, ctx=64, rows=16)) as model,
+        closing(load(backend, tiny, ctx=64, rows=16, expert_cache="2")) as model,
     ):
         sequence = model.open_sequence()
-        rows = [Row(sequence, token, number in (2, 10)) for number, token in enumerate(ids[:11])]
-        logits = [*model.step(rows), *read(model, sequence, ids[11:])]
+        rows = [Row(sequence, token, number in (2, 10)) for number, token in enumerate(ids[:12])]
+        logits = [*model.step(rows), *read(model, sequence, ids[12:])]
+        assert model.report().streamed == 6
         assert model.chosen(2).shape == (2, 2, 2)
-        assert model.arena.tally.sum() == 13 * 2 * 2
+        assert model.arena.tally.sum() == 14 * 2 * 2
         model.ledger.check_integrity()
-    for found, row in zip(logits, (2, 10, 11, 12), strict=True):
+    for found, row in zip(logits, (2, 10, 12, 13), strict=True):
         assert np.abs(found - wanted[row]).max() < 1e-3 * np.abs(wanted).max()
 
 
@@ -140,8 +141,12 @@ def test_graphs_of_batches_have_sizes_between_a_few_rows_and_the_most() -> None:
         [32, 128, 512],
         [32, 64, 256, 1024, 4096],
     ]
-    program = card_backend.CardProgram({32: 1, 128: 2, 512: 3})
-    assert [program.graph(rows) for rows in (9, 32, 33, 128, 129, 512)] == [1, 1, 2, 2, 3, 3]
+    program = card_backend.CardProgram({32: [1, 4], 128: [2, 5], 512: [3, 6]}, [7, 9])
+    asked = (9, 32, 33, 128, 129, 512)
+    assert [program.graphs(rows, 0, 7) for rows in asked] == [[1], [1], [2], [2], [3], [3]]
+    assert (program.graphs(9), program.graphs(9, 7)) == ([1, 4], [4])
+    with pytest.raises(AssertionError, match="launches 0 to 8 are no pieces"):
+        program.graphs(9, 0, 8)
 
 
 def test_a_choice_that_has_no_room_on_the_card_is_made_by_the_host(model: DeviceModel) -> None:
@@ -448,6 +453,6 @@ def test_a_kernel_keeps_the_most_shared_memory_that_a_launch_of_it_needs(
     def taking(size: int) -> CardLaunch:
         return card_launch(shaped("gated_add", width=size))._replace(kernel=kernel)
 
-    monkeypatch.setattr(card_backend, "card_launches", lambda program, _: program)
+    monkeypatch.setattr(card_backend, "card_launches", lambda program, _, __: program)
     with simulated_card() as backend:
         backend.prepare([[taking(8), taking(100_000), taking(60_000)], [taking(80_000)]])

@@ -152,6 +152,41 @@ def test_tables_are_sent_again_after_a_step_that_failed(
         assert np.array_equal(on_it, model.kv.table)
 
 
+def test_a_batch_in_which_a_call_failed_gives_back_what_it_borrowed(
+    machine: Machine, tiny: Path
+) -> None:
+    with (
+        closing(machine.open()) as backend,
+        closing(load(backend, tiny, ctx=64, rows=16, expert_cache="2")) as model,  # type: ignore[arg-type]
+    ):
+        sequence, start = model.open_sequence(), model.ledger.holdings()
+
+        def batch() -> None:
+            read(model, sequence, random_tokens(12))
+            model.rewind(sequence, 0)
+
+        before = machine.table.calls.copy()
+        batch()
+        calls = machine.table.calls - before
+        assert model.ledger.loan()[1] > 0
+        model.make_room(sequence, 1, prompt=True)  # by then nothing is lent
+        raised = set()
+        for name, count in calls.items():
+            for nth in {1, (count + 1) // 2, count}:
+                machine.table.plan(name, nth)
+                try:
+                    batch()
+                except DriverError:  # what no answer needs is only said
+                    raised.add(name)
+                machine.table.lift()
+                assert model.length(sequence) == 0
+                model.ledger.check_integrity()
+                batch()
+                model.make_room(sequence, 1, prompt=True)
+                assert model.ledger.holdings() == start
+        assert raised >= {"cuMemcpyAsync", "cuEventRecord", "cuStreamWaitEvent", "cuGraphLaunch"}
+
+
 def test_a_step_that_failed_has_ended_on_the_card_when_it_is_told(
     machine: Machine, tiny: Path
 ) -> None:

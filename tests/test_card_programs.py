@@ -14,9 +14,11 @@ from xml.etree import ElementTree
 
 import card_batches
 import card_graphs
+import card_long
 import card_matrices
 import card_memory
 import card_misses
+import card_prompts
 import card_tokens
 import card_windows
 import numpy as np
@@ -29,7 +31,8 @@ from make_model import make_model
 from strata_nb import Engine, Options, backend
 from strata_nb.addresses import memory_view
 from strata_nb.card_backend import CardBackend
-from strata_nb.errors import UnsupportedDevice
+from strata_nb.commands.bench_misses import Misses
+from strata_nb.errors import StrataError, UnsupportedDevice
 from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.launches import card_launches
@@ -273,6 +276,79 @@ def test_misses_are_measured_beside_the_limit_of_the_link(
     assert len(dots) == len(rows) - 1 + 3  # the legend has three
 
 
+def test_a_budget_that_fails_loses_no_other_and_no_limit_is_made_up(
+    run: Programs, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = card_misses._write
+
+    def failing(engine: Engine, *given: Any) -> Any:
+        if engine.describe().slots == SHAPE.layers * SHAPE.experts:
+            raise StrataError("the link is cut")
+        return write(engine, *given)
+
+    monkeypatch.setattr(card_misses, "_write", failing)
+    drawn = tmp_path / "no.svg"
+    words = ("--budgets=100,50", "--adapt=off,swap", "--uniform=", "--hits=")
+    with pytest.raises(SystemExit, match="1 failed"):
+        run(card_misses, small, *MISSES, *words, f"--picture={drawn}")
+    found = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert found["failed"] == ["like text, 100% in slots, off: the link is cut"]
+    kinds = [(row["adapt"], row["phase"]) for row in found["rows"]]
+    assert kinds == [("off", "cold"), ("off", "steady"), ("swap", "cold"), ("swap", "steady")]
+    assert all(row["limit"] is None for row in found["rows"])
+    assert not drawn.exists()
+
+
+PROMPTS = ("--device=host:1x64MiB", "--rows=9,30", "--depth=40", "--first=12", "--runs=2")
+
+
+def test_prompts_are_measured_at_budgets_depths_and_until_the_first_token(
+    run: Programs, small: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match="1 failed"):
+        run(card_prompts, small, *PROMPTS, "--budgets=50,3", "--waits=3")
+    found = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    rows = {(row["tokens"], row["depth"], row["percent"]): row for row in found["rows"]}
+    assert list(rows) == [(9, 0, 100), (30, 0, 100), (30, 40, 100), (30, 0, 50), (12, 0, 50)]
+    (failed,) = found["failed"]
+    assert failed.startswith("3% in slots: 1 expert slots")
+    whole, half, first = rows[30, 0, 100], rows[30, 0, 50], rows[12, 0, 50]
+    assert (whole["hit_rate"], whole["link_bytes"]) == (1, 0)
+    assert 0 < half["hit_rate"] < 1
+    assert half["share_of_link"] == pytest.approx(
+        half["link_bytes"] / (half["ms"]["median"] / 1e3) / found["link_gb_per_s"] / 1e9
+    )
+    assert [row["until"] for row in (half, first)] == ["logits", "first token"]
+    assert [row["ms"]["n"] for row in (half, first)] == [2, 3]
+
+
+def test_a_long_run_is_measured_topic_by_topic(run: Programs, small: str) -> None:
+    words = ("--device=host:1x64MiB", "--slots=50", "--texts=3", "--topics=2", "--topic=8")
+    found = run(card_long, small, *words)
+    assert found["same_tokens"]
+    assert found["tokens"] == 3 * 2 * 8
+    assert [(one["text"], one["topic"]) for one in found["pieces"]] == [*np.ndindex(3, 2)]
+    assert all(0 < one["hit_rate"] < 1 for one in found["pieces"])
+    assert [one["tok_per_s"]["n"] for one in found["by_topic"]] == [2, 2]
+    assert found["drift"]["device"]
+
+
+def test_drift_is_the_largest_change_of_a_topic_and_any_byte_of_the_device() -> None:
+    def piece(text: int, topic: int, seconds: float, hits: int, kv: int, rss: int) -> Any:
+        misses = Misses(100, hits, 100 - hits, 0, 0)
+        return card_long.Piece(text, topic, seconds, misses, {"kv": kv}, {}, None, rss)
+
+    first = [piece(0, topic, 9.0, 10, 1, 0) for topic in range(2)]  # which does not count
+    second = [piece(1, topic, 1.0, 50, 1, 5) for topic in range(2)]
+    last = [piece(2, 0, 1.0, 50, 1, 6), piece(2, 1, 2.0, 48, 1, 8)]
+    found = card_long.drift([*first, *second, *last], 2)
+    assert found == pytest.approx(
+        {"tok_per_s": -0.5, "hit_rate": -0.02, "rss_bytes": 3, "device": True}
+    )
+    last[0] = piece(2, 0, 1.0, 50, 2, 6)
+    assert not card_long.drift([*first, *second, *last], 2)["device"]
+
+
 def test_texts_that_differ_between_budgets_end_the_program(
     run: Programs, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +373,9 @@ def test_texts_that_differ_between_budgets_end_the_program(
         (card_misses, "--budgets=", "nothing to measure"),
         (card_misses, "--budgets=100,half", "100,half: not percents"),
         (card_misses, "--budgets=101", "101: not percents"),
+        (card_misses, "--adapt=off,never", "--adapt never: not known; insert, swap, off"),
+        (card_long, "--texts=2", "--texts 2: not usable; a whole number, 3 or more"),
+        (card_prompts, "--rows=512,0", "--rows 512,0: not numbers of tokens"),
         (card_misses, "--runs=0", "--runs 0: not usable; a whole number, 1 or more"),
         (card_misses, "--tokens=0", "--tokens 0"),
         (card_misses, "--cold=0", "--cold 0"),

@@ -19,6 +19,7 @@ from console import Console, interruptible, start
 from model_shapes import LOGITS_SHAPES
 
 from strata_nb.cache.profile import load_profile
+from strata_nb.commands import reading
 from strata_nb.compiling import cache_folder
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -67,6 +68,23 @@ def test_a_small_device_says_what_fits_and_writes_what_the_host_writes(
     assert "experts read in place" in host_err
     assert "of 128 cells" in host_err  # a chunk of the host holds more
     assert "slots" not in host_err
+
+
+def test_verbose_says_how_a_prompt_is_read_and_what_experts_cost(
+    run: Console, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "EVERY_S", 0.0)
+    flags = ["generate", "-m", model, "a long " * 20, "-n", "1", "-c", "256", "--prefill", "16"]
+    flags += ["--device", "host:1x8MiB", "--expert-cache"]
+    _, _, err = run(*flags, "50%", "--verbose")
+    found = r"[\d.]+% hits, [\d.]+ [KM]iB of experts from host memory, [\d.]+ GB/s"
+    lines = re.findall(rf"(?m)^read (\d+) of (\d+) prompt tokens, [\d.,]+ tok/s; {found}$", err)
+    (last,) = re.findall(rf"(?m)^read (\d+) prompt tokens in [\d.]+ s; {found}$", err)
+    assert lines == [(str(done), last) for done in range(16, int(last), 16)]
+    _, _, err = run(*flags, "100%", "--verbose")
+    assert re.search(r"(?m)^read 16 of \d+ prompt tokens, [\d.,]+ tok/s$", err)
+    _, _, err = run(*flags, "50%")
+    assert "prompt tokens" not in err
 
 
 def test_a_device_that_is_too_small_is_refused_with_the_whole_sum(run: Console, model: str) -> None:
@@ -357,11 +375,16 @@ def left_over(before: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("device", ["host", "reference"])
-def test_a_device_whose_kernels_never_overlap_says_so(
-    run: Console, model: str, device: str
+@pytest.mark.parametrize(
+    ("flag", "does_not"),
+    [
+        ("--no-overlap", "begins no kernel before another has ended"),
+        ("--no-prefill-borrow", "borrows nothing for prompts"),
+    ],
+)
+def test_a_device_without_what_a_flag_turns_off_says_so(
+    run: Console, model: str, device: str, flag: str, does_not: str
 ) -> None:
-    status, _, err = run(
-        "generate", "-m", model, "hello", *GREEDY, "--device", device, "--no-overlap"
-    )
+    status, _, err = run("generate", "-m", model, "hello", *GREEDY, "--device", device, flag)
     assert status == 2
-    assert err.startswith(f"strata_nb: --no-overlap: the device {device} begins no kernel before")
+    assert err.startswith(f"strata_nb: {flag}: the device {device} {does_not}")

@@ -230,3 +230,14 @@ def test_runs_that_measure_give_no_slots(small: Path) -> None:
         model._backend.fetch(places.addresses, table)
         assert np.array_equal(table, before)
         write(session, 5)
+
+
+def test_who_takes_the_last_free_slots_is_missed_once(small: Path) -> None:
+    with filling(small, expert_cache="100%") as engine, nothing_ahead():
+        model, session = model_of(engine), begun(engine)
+        model.empty_slots()
+        write(session, 100)
+        assert model.arena.is_complete
+        write(session, 20)
+        residency = model._residency
+        assert residency.missed_bytes == residency.inserted_bytes > 0

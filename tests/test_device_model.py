@@ -21,6 +21,7 @@ from model_shapes import LOGITS_SHAPES, ModelShape
 from oracle_models import RANDOM_MODELS, RANDOM_TOKENS, float32_logits, random_ids
 
 from strata_nb import Engine, Options, models
+from strata_nb.cache.residency import Residency
 from strata_nb.device_model import DeviceModel
 from strata_nb.errors import ConfigError
 from strata_nb.formats import DEQUANTISABLE, TensorType
@@ -255,6 +256,30 @@ def test_an_interrupt_between_the_layers_of_a_prompt_leaves_every_sequence_as_it
         assert same_bits(logits, np.concatenate([exact[10:40], other_exact[5:30]]))
         assert same_bits(read(one, first, ids[40:]), exact[40:])
         assert same_bits(read(one, second, others[30:]), other_exact[30:])
+
+
+def test_behind_a_prompt_batch_policies_hear_what_its_last_rows_used(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[int, Any]] = []
+    after = Residency.after
+
+    def listening(residency: Residency, rows: int, latest: Any = None) -> None:
+        heard.append((rows, latest))
+        after(residency, rows, latest)
+
+    monkeypatch.setattr(Residency, "after", listening)
+    with opened(small, "host:1x64MiB", rows=64, expert_cache="50%") as one:
+        sequence = one.open_sequence()
+        for rows in (50, 8, 9):
+            read(one, sequence, random_tokens(rows))
+            chosen = one.chosen(rows)
+            told, latest = heard.pop()
+            assert told == rows
+            if rows == 8:
+                assert latest is None
+            else:
+                assert np.array_equal(latest, chosen[-32:])
 
 
 def test_an_interrupt_right_after_a_draft_was_read_leaves_the_session_as_it_was(

@@ -19,7 +19,6 @@ from threadpoolctl import threadpool_info
 
 from strata_nb import Engine, Options, Sampling, cpu, models
 from strata_nb.backend import HostBackend
-from strata_nb.engine import Session
 from strata_nb.errors import ConfigError, FileFormatError, StrataError
 from strata_nb.sampling import Choice
 from strata_nb.steps import ReferenceSteps, Row, draw
@@ -268,15 +267,29 @@ def test_a_session_without_a_token_has_nothing_to_continue(engine: Engine) -> No
 
 
 def test_an_interrupt_while_a_prompt_is_read_leaves_the_session_usable(engine: Engine) -> None:
-    session: Session = engine.open_session()
-    ids = engine.encode("hello there")
+    ids = [3 + number for number in range(20)]
+    expected = [token.id for token in engine.generate(ids, max_tokens=4, sampling=GREEDY)]
 
     def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
+        if done == 14:
+            raise KeyboardInterrupt
 
+    for goes_on in (True, False):
+        with engine.open_session() as session:
+            with pytest.raises(KeyboardInterrupt):
+                session.extend(ids, interrupt)
+            assert session.ids == ids
+            assert engine._model.length(session._sequence) == 14  # no batch more
+            if goes_on:
+                written = session.generate(max_tokens=4, sampling=GREEDY)
+                assert [token.id for token in written] == expected
+            else:
+                session.rewind(9)
+                np.testing.assert_allclose(
+                    session.next_logits(), engine.logits(ids[:9])[-1], atol=1e-4
+                )
     with pytest.raises(KeyboardInterrupt):
-        session.extend(ids, interrupt)
-    np.testing.assert_allclose(session.next_logits(), engine.logits(ids)[-1], atol=1e-4)
+        engine.generate(ids, progress=interrupt)
 
 
 def test_reading_a_prompt_reports_what_is_done_up_to_the_whole(engine: Engine) -> None:

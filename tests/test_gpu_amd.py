@@ -32,12 +32,12 @@ T = TensorType
 Case = tuple[str, Any]  # a kernel of the table, a variant
 CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
 # Products of matrices are made of shuffles here, and these do not fit the registers.
-OF_SHUFFLES = ("attention_halves", "batch_linear", "batch_expert")
+OF_SHUFFLES = ("attention_halves", "batch_linear", "batch_expert", "batch_up")
 # Bytes that a thread keeps in memory, of 1,024 in registers: three tiles are read ahead.
 KEPT = {"expert_down_q6_k_8x_2048": 96}
 PRIVATE_BYTES = b".private_segment_fixed_size"
 WEIGHTS = sorted(PACKED | UNPACKED)
-PRODUCTS = ("batch_linear", "batch_expert")
+PRODUCTS = ("batch_linear", "batch_expert", "batch_up")
 
 # Sizes of a model of the usual kind, by the table's names.
 SIZES = {
@@ -63,14 +63,16 @@ VARIANTS: dict[str | None, list[Any]] = {
     "packed": sorted(PACKED),
     "keys_values": list(product(CACHE_TYPES, repeat=2)),
     "gate_up": list(product(WEIGHTS, repeat=2)),
+    "packed_pairs": [(one, one) for one in sorted(PACKED)],
 }
 
 # What every run looks at: each kernel, and for products one type of each way to decode a block.
 DECODED = [T.F16, T.Q4_0, T.Q8_0, T.Q4_K, T.Q6_K, T.IQ4_XS, T.IQ3_S, T.IQ1_M, T.MXFP4]
+OF_PACKED = ("packed_pairs", "packed")
 # The table's kernels that a card has, and those that it has in place of others.
 AXES: dict[str, str | None] = {
     **{name: kernel.axis for name, kernel in KERNELS.items() if name not in FUSED},
-    **dict(zip(CARD_KERNELS, (None, None, "gate_up", "weights"), strict=True)),
+    **dict(zip(CARD_KERNELS, (None, None, *["gate_up", "weights"], *OF_PACKED), strict=True)),
     **{name: "packed" if name in PRODUCTS else None for name in BATCH_KERNELS},
 }
 FEW: dict[str, list[Any]] = {
@@ -80,8 +82,11 @@ FEW: dict[str, list[Any]] = {
     "attention": [("f16", "f16"), ("int8", "f16")],
     "expert_gate_up": [(T.Q4_K, T.Q4_K)],
     "expert_down": [T.Q6_K],
-    "batch_linear": [T.Q6_K],
-    "batch_expert": [T.Q4_K],
+    "pool_gate_up": [(T.Q4_K, T.Q4_K)],
+    "pool_down": [T.Q4_K],
+    "batch_linear": [T.Q4_K],
+    "batch_expert": [T.Q2_K],
+    "batch_up": [T.Q4_0],
 }
 
 

@@ -46,7 +46,8 @@ OF_BATCHES = (64, 4096)  # rows: few for a card, and many
 OF_HEADS = {"kv_heads": 1, "table_width": 8}
 EXPERTS = {"outputs": 64, "top_k": 8}
 NAMES = [*(name for name in KERNELS if name not in FUSED), *CARD_KERNELS, *BATCH_KERNELS]
-IN_BATCHES = (T.Q2_K, T.Q4_K)  # those that need most registers
+# Types of each way to multiply that need most registers.
+IN_BATCHES = {"batch_linear": (T.Q2_K,), "batch_expert": (T.Q6_K,), "batch_up": (T.Q5_K,)}
 ROUTERS = ((8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8))
 
 
@@ -144,9 +145,9 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
     axis = KERNELS[name].axis if name in KERNELS else None
     if name == "embed":
         yield from ((kind, {}) for kind in KINDS)
-    elif name in ("batch_linear", "batch_expert"):
-        usual = IN_BATCHES[name == "batch_expert" :]
-        yield from ((kind, {}) for kind in (sorted(PACKED) if lengths else usual))
+    elif name in IN_BATCHES:
+        kinds = sorted(PACKED) if lengths else IN_BATCHES[name]
+        yield from ((kind, {}) for kind in kinds)
     elif name == "expert_fill":
         yield from ((None, {"experts": experts}) for experts, _ in ROUTERS)
     elif axis == "weights" or name.startswith("expert_"):

@@ -12,10 +12,17 @@ from gpu_launches import Run, aligned
 from host_launches import UNTOUCHED, normal, same_bits
 from test_gpu_experts import Experts, GateUp, Routes, with_room
 
-from strata_nb.cache.filling import fill_layer, new_plans, write_plans
-from strata_nb.fill_plans import MOST_LISTED, MOST_OFFERED
+from strata_nb.cache.filling import (
+    cpu_count,
+    fill_layer,
+    missed_in_order,
+    new_plans,
+    write_plans,
+)
+from strata_nb.fill_plans import MOST_LISTED, MOST_OFFERED, SHARE_UNITS
 from strata_nb.formats import TensorType as T
-from strata_nb.kernels.gpu.filling import ADDRESS, COMES, IN_HOST_MEMORY, ROW_COMES
+from strata_nb.kernels.gpu.filling import ADDRESS, BY_CPU, COMES, IN_HOST_MEMORY, ROW_COMES
+from strata_nb.kernels.gpu.routed import WITH_CPU
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.reference import Integers
 from strata_nb.packing import UNPACKED
@@ -27,7 +34,9 @@ HOST, DEVICE = 0x7E0000000000, 0x7F0000000000
 class Layer:
     """The tables of a layer, as a card has them, and a twin that the rule changes."""
 
-    def __init__(self, experts: int, top_k: int, slots: int, held: int, seed: int) -> None:
+    def __init__(
+        self, experts: int, top_k: int, slots: int, held: int, seed: int, cpu_share: int = 0
+    ) -> None:
         """`held` of the slots have experts."""
         self.rng = np.random.default_rng(seed)
         self.experts, self.top_k = experts, top_k
@@ -36,6 +45,7 @@ class Layer:
         self.addresses, self.seen = aligned(self.homes), aligned(np.zeros(experts, np.int64))
         self.addresses[self.rng.permutation(experts)[:held]] = self.slots[:held]
         self.plan = aligned(new_plans(1, experts))
+        self.plan["cpu_share"] = cpu_share
         self.window = 0
 
     def make_plan(self) -> None:
@@ -73,17 +83,23 @@ class Layer:
         }
         before, seen = self.addresses.copy(), self.seen.copy()
         written = ["addresses", "seen", "use", "tally", "chosen", "shares", "blobs", "sources"]
-        gpu("route", values, written, variant=rows == 1, most_rows=rows)
+        variant = WITH_CPU if self.plan["cpu_share"] else rows == 1
+        gpu("route", values, written, variant=variant, most_rows=rows)
         if rows > 1:
             for name in ("logits", "positions", "forced", "use", "tally", "shares", "renormalise"):
                 del values[name]
             gpu("expert_fill", values, ["addresses", "blobs", "sources"], most_rows=rows)
         chosen = values["chosen"]
         after = before.copy()
+        missed = missed_in_order(self.plan[0], chosen.ravel().tolist(), before, self.homes)
+        count = cpu_count(int(self.plan["cpu_share"][0]), len(missed))
+        by_cpu = np.isin(chosen, missed[len(missed) - count :])
         came = fill_layer(self.plan[0], chosen.ravel().tolist(), after, self.homes, seen)
         assert np.array_equal(self.addresses, after)
         assert np.array_equal(self.seen, seen)
-        self.check_words(chosen, came, before, after, values["blobs"], values["sources"])
+        blobs = values["blobs"] - np.where(by_cpu, BY_CPU, 0)
+        assert not np.any(blobs & BY_CPU)
+        self.check_words(chosen, came, before, after, blobs, values["sources"])
 
     def check_words(
         self,
@@ -122,6 +138,30 @@ def test_a_card_gives_slots_as_the_rule_says(
             layer.window += 1
             layer.plan["window"], layer.plan["offered"] = layer.window, 0
         layer.run(gpu, rows)
+
+
+@pytest.mark.parametrize("cpu_share", [20_000, 40_000, SHARE_UNITS])
+def test_who_comes_last_of_the_missed_goes_to_the_cpu_instead(gpu: Run, cpu_share: int) -> None:
+    layer = Layer(40, 6, 20, 12, 3, cpu_share)
+    for _ in range(5):
+        layer.make_plan()
+        layer.run(gpu, 1)
+
+
+@pytest.mark.parametrize("rates", [(55, 65), (55, 20), (10, 60)])
+def test_the_share_of_the_cpu_lets_card_and_cpu_end_as_soon_as_they_can(
+    rates: tuple[int, int],
+) -> None:
+    link, cpu = rates
+    share = SHARE_UNITS * cpu // (cpu + link)
+    for missed in range(12):
+
+        def ends(count: int, missed: int = missed) -> float:
+            return max((missed - count) / link, count / cpu)
+
+        best = min(map(ends, range(max(1, missed))))  # one crosses the link
+        assert ends(cpu_count(share, missed)) < 1.001 * best + 1e-9
+    assert [cpu_count(0, 8), cpu_count(SHARE_UNITS, 8), cpu_count(SHARE_UNITS, 0)] == [0, 8, 0]
 
 
 def test_a_layer_may_offer_and_list_more_than_a_plan_has_room_for() -> None:

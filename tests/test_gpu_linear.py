@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.formats import TensorType, block_layout
+from strata_nb.kernels.gpu import operations
 from strata_nb.kernels.gpu.linear import linear_kernel
 from strata_nb.kernels.gpu.products import DECODERS
 from strata_nb.kernels.reference import Floats
@@ -178,14 +179,24 @@ def test_a_matrix_of_extreme_quants_does_not_overflow(gpu: gpu_launches.Run) -> 
     assert np.all(linear(gpu, matrix, x) == np.float32(-128 * 127 * values))
 
 
-@pytest.mark.parametrize("kind", [T.Q8_0, T.F32], ids=lambda kind: kind.name)
-def test_more_outputs_than_a_grid_has_blocks_are_refused(kind: TensorType) -> None:
-    grid = linear_kernel(kind, 32).grid
+def test_more_outputs_than_a_grid_has_blocks_are_refused() -> None:
+    grid = linear_kernel(T.Q8_0, 32).grid
     assert grid({"outputs": 524_280}, 1) == (1, 65_535, 1)
     with pytest.raises(
         UnsupportedDevice, match="524,281 outputs: on a card it has 524,280 at most"
     ):
         grid({"outputs": 524_281}, 1)
+
+
+@pytest.mark.parametrize("values", [72, 33])
+def test_a_head_of_floats_may_have_more(monkeypatch: pytest.MonkeyPatch, values: int) -> None:
+    assert linear_kernel(T.F16, 4096).grid({"outputs": 151_936}, 2) == (2, 65_535, 3)
+    matrix, x = Matrix.random(T.F16, 35, values), normal(1, values, seed=1)
+    wide = linear(gpu_launches.simulated, matrix, x, most_rows=1)
+    # A card would run the code that it has, of more blocks.
+    monkeypatch.setattr(operations, "MOST_BLOCKS", 3)
+    assert linear_kernel(T.F16, values).grid({"outputs": 35}, 1) == (1, 3, 2)
+    assert same_bits(linear(gpu_launches.simulated, matrix, x, most_rows=1), wide)
 
 
 def test_a_type_without_kernels_on_a_card_is_refused() -> None:

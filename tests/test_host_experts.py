@@ -116,8 +116,9 @@ class Mixture(NamedTuple):
 
 def mixture(threads: int, layer: Layer, x: Floats, routes: Routes, y: Floats) -> Mixture:
     """Run the launches of an expert layer over rows, on work space that holds no numbers."""
-    case, rows = layer.case, len(x)
-    choices = rows * TOP_K
+    case = layer.case
+    rows, top_k = routes.chosen.shape
+    choices = rows * top_k
     count = np.array([rows])
     packs_rows, packs_inner = takes_packed(case.gate), takes_packed(case.down)
     packed_x = np.empty((rows, row_bytes(case.width)), np.uint8)
@@ -129,7 +130,7 @@ def mixture(threads: int, layer: Layer, x: Floats, routes: Routes, y: Floats) ->
     products = np.full((choices, case.width), np.float32(np.nan))
     out = np.concatenate([y, np.full((1, case.width), UNTOUCHED)])
     tables = np.zeros((3, EXPERTS), np.int64)
-    counts: dict[str, Any] = {"rows": count, "experts": EXPERTS, "top_k": TOP_K}
+    counts: dict[str, Any] = {"rows": count, "experts": EXPERTS, "top_k": top_k}
     source: dict[str, Any] = {
         **counts,
         "x": packed_x if packs_rows else x,

@@ -346,6 +346,18 @@ def test_routes_are_the_same_for_the_same_seed_only() -> None:
     assert (trace != make_routes(**sizes, seed=2)).any()
 
 
+@pytest.mark.parametrize("uniform", [False, True])
+def test_routes_are_the_same_however_many_scores_are_made_at_a_time(
+    uniform: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made() -> np.ndarray:
+        return make_routes(layers=2, experts=16, top_k=2, tokens=50, topic=20, uniform=uniform)
+
+    trace = made()
+    monkeypatch.setattr(routes_maker, "PIECE_SCORES", 7 * 16)
+    np.testing.assert_array_equal(trace, made())
+
+
 def test_the_command_line_of_routes_writes_and_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

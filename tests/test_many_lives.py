@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from device_world import load, opened, random_tokens, read, same_bits
+from streaming_backend import StreamingBackend
 
 from strata_nb.backend import HostBackend
 from strata_nb.device_model import DeviceModel
@@ -21,10 +22,9 @@ IDS = random_tokens(40)
 DEVICE = "host:1x4MiB@16KiB"
 
 
-def load_tiny(backend: HostBackend, path: Path) -> DeviceModel:
-    return load(
-        backend, path, ctx=512, rows=64, kv_grow_init=64, kv_grow_step=64, vram_elastic=True
-    )
+def load_tiny(backend: HostBackend, path: Path, expert_cache: str = "auto") -> DeviceModel:
+    sizes = {"ctx": 512, "rows": 64, "kv_grow_init": 64, "kv_grow_step": 64}
+    return load(backend, path, vram_elastic=True, expert_cache=expert_cache, **sizes)
 
 
 def use(model: DeviceModel, rng: random.Random, expected: Floats) -> None:
@@ -51,16 +51,16 @@ def use(model: DeviceModel, rng: random.Random, expected: Floats) -> None:
         model.ledger.check_integrity()
 
 
-def live(path: Path, rng: random.Random, expected: Floats) -> None:
-    backend = HostBackend(DEVICE, 1)
+def live(path: Path, rng: random.Random, expected: Floats, *, streams: bool) -> None:
+    backend = StreamingBackend(DEVICE) if streams else HostBackend(DEVICE, 1)
     faults = backend.driver.faults
+    own, cache = backend.driver.live(), rng.choice(["auto", "2", "0"]) if streams else "auto"
     try:
         for _ in range(rng.randrange(4)):
-            faults.plan(
-                rng.choice(sorted(OPERATIONS)), rng.randrange(1, 40), forever=rng.random() < 0.2
-            )
+            nth = rng.randrange(1, 400 if streams else 40)
+            faults.plan(rng.choice(sorted(OPERATIONS)), nth, forever=rng.random() < 0.2)
         with suppress(DriverError):
-            model = load_tiny(backend, path)
+            model = load_tiny(backend, path, cache)
             try:
                 use(model, rng, expected)
             finally:
@@ -69,7 +69,7 @@ def live(path: Path, rng: random.Random, expected: Floats) -> None:
                 faults.lift()
                 model.close()
         faults.lift()
-        if not backend.driver.live():
+        if backend.driver.live() == own:
             with_nothing_wrong(backend, path, expected)
     finally:
         faults.lift()
@@ -78,10 +78,11 @@ def live(path: Path, rng: random.Random, expected: Floats) -> None:
 
 
 def with_nothing_wrong(backend: HostBackend, path: Path, expected: Floats) -> None:
+    own = backend.driver.live()
     model = load_tiny(backend, path)
     assert same_bits(read(model, model.open_sequence(), IDS), expected)
     model.close()
-    assert backend.driver.live() == {}
+    assert backend.driver.live() == own
     assert backend.driver.account(0).charged_bytes == 0
 
 
@@ -95,18 +96,22 @@ def counts() -> dict[str, int]:
     }
 
 
-def lives(path: Path, count: int) -> None:
+def lives(path: Path, count: int, *, streams: bool = False) -> None:
     with opened(path, ctx=512) as model:
         expected = read(model, model.open_sequence(), IDS)
-    live(path, random.Random(-1), expected)  # what is made once for the process
+    live(path, random.Random(-1), expected, streams=streams)  # what is made once for the process
     before = counts()
     for seed in range(count):
-        live(path, random.Random(seed), expected)
+        live(path, random.Random(seed), expected, streams=streams)
         assert counts() == before, seed
 
 
 def test_lives_in_which_calls_fail_leave_nothing_behind(tiny: Path) -> None:
-    lives(tiny, 40)
+    lives(tiny, 30)
+
+
+def test_lives_in_which_experts_come_for_batches_leave_nothing_behind(tiny: Path) -> None:
+    lives(tiny, 12, streams=True)
 
 
 @pytest.mark.slow

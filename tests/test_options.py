@@ -39,6 +39,7 @@ FLAGS = {
     "kv_grow_step": "--kv-grow-step",
     "deterministic": "--deterministic",
     "overlap": "--no-overlap",
+    "prefill_borrow": "--no-prefill-borrow",
     "adapt": "--adapt",
     "adapt_every": "--adapt-every",
     "adapt_swaps": "--adapt-swaps",
@@ -91,7 +92,7 @@ REFUSED_OPTIONS: list[tuple[str, Any]] = [
     *(("vram_limit", value) for value in (-1, 0, (1 << 20) - 1, 2**63 + 1, 2.0**30, "12GiB", True)),
     *(
         (name, value)
-        for name in ("deterministic", "vram_elastic", "overlap")
+        for name in ("deterministic", "vram_elastic", "overlap", "prefill_borrow")
         for value in (0, 1, None, "yes")
     ),
     *(("kv_grow", value) for value in (0, 1, "yes")),
@@ -162,6 +163,7 @@ def test_options_leave_every_choice_to_the_engine() -> None:
         "kv_grow_step": None,
         "deterministic": False,
         "overlap": True,
+        "prefill_borrow": True,
         "adapt": "insert",
         "adapt_every": None,
         "adapt_swaps": None,

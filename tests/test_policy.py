@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from strata_nb.cache.foresight import Foresight
 from strata_nb.cache.policy import (
+    COPY_MARGIN,
+    INSERT_MARGIN,
     Insertion,
     LeastRecent,
     LeastUsed,
@@ -502,3 +504,40 @@ def test_the_chance_if_used_is_that_behind_a_token_that_uses_the_expert() -> Non
     before = foresight.chance_if_used()
     foresight.note(np.array([[0, 1, 0, 1]]), 1)
     np.testing.assert_allclose(before[0, [1, 3]], foresight.chance()[0, [1, 3]])
+
+
+# Behind prompts.
+
+
+def told_of_a_prompt(make: Callable[[], Policy], *uses: int) -> Policy:
+    """Return a policy that was told of 100 tokens, which used the experts of one layer so often."""
+    policy = make()
+    policy.note(np.array([uses]), 100)
+    return policy
+
+
+def test_behind_a_prompt_an_expert_that_it_used_leaves_for_a_much_hotter_one() -> None:
+    policy = told_of_a_prompt(lambda: Insertion(np.full((1, 4), -1, np.int32)), 90, 5, 80, 60)
+    resident = np.array([[True, True, False, False]])
+    used = np.array([[90, 5, 80, 60]])
+    assert policy.behind_prompt(used, resident, 2) == Moves([(0, 1)], [(0, 2)])
+    assert policy.after(used, 100, resident, 2) == Moves([], [])  # as if it were a window
+
+
+def test_behind_a_prompt_a_small_lead_is_not_worth_a_copy() -> None:
+    policy = told_of_a_prompt(lambda: Insertion(np.full((1, 3), -1, np.int32)), 50, 30, 45)
+    used, resident = np.array([[50, 30, 45]]), np.array([[True, True, False]])
+    lead = policy.heat()[0, 2] - policy.heat()[0, 1]
+    assert INSERT_MARGIN < lead < COPY_MARGIN
+    assert policy.behind_prompt(used, resident, 2) == Moves([], [])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Static(1, 4), lambda: LeastRecent(1, 4), lambda: LeastUsed(1, 4), lambda: Swaps(1, 4)],
+)
+def test_behind_a_prompt_the_others_fill_free_slots_only(make: Callable[[], Policy]) -> None:
+    policy = told_of_a_prompt(make, 1, 0, 90, 80)
+    used, resident = np.array([[1, 0, 90, 80]]), np.array([[True, False, False, False]])
+    assert policy.behind_prompt(used, resident, 2) == Moves([], [(0, 2)])
+    assert policy.behind_prompt(used, resident, 1) == Moves([], [])

@@ -6,6 +6,7 @@ from itertools import chain, combinations
 
 import numpy as np
 import pytest
+from behind_prompts import measure
 from filling_replay import replay_filling
 from hypothesis import given
 from hypothesis import strategies as st
@@ -206,3 +207,15 @@ def test_what_is_decided_within_windows_hits_nearly_as_often() -> None:
         assert within.written <= within.choices - within.hits
     whole = [(layer, expert) for layer in range(2) for expert in range(32)]
     assert replay_filling(routes, 32, Static(2, 32), 64, whole).hit_rate == 1
+
+
+def test_behind_a_prompt_less_is_copied_and_more_of_it_is_used_than_behind_a_window() -> None:
+    sizes = {"layers": 2, "experts": 64, "top_k": 4}
+    text = make_routes(**sizes, tokens=364, seed=1)
+    empty = measure(text[:0], text[:300], text[300:], 64, 25)
+    assert empty["prompt"].copies == empty["window"].copies == 16
+    assert empty["prompt"].misses < empty["window"].misses < empty["none"].misses
+    earlier = make_routes(**sizes, tokens=300, seed=2)
+    full = measure(earlier, text[:60], text[60:124], 64, 50)
+    assert 0 < full["prompt"].copies < full["window"].copies / 2
+    assert sum(full["prompt"][1:]) < sum(full["window"][1:])

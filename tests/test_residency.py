@@ -48,15 +48,23 @@ class Told:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.told: list[tuple[npt.NDArray[np.integer], int, Mask, int]] = []
-        self.noted: list[int] = []  # tokens of steps behind which it moves nobody
+        self.noted: list[int] = []  # tokens of steps behind which it is not asked
+        self.noted_uses: list[npt.NDArray[np.integer]] = []
+        self.prompts: list[tuple[npt.NDArray[np.integer], int]] = []  # used, slots
         self.next = Moves([], [])
         self.worth = np.zeros(ranks.shape)
 
     def note(self, used: Counts, rows: int) -> None:
         self.noted.append(rows)
+        self.noted_uses.append(used)
 
     def after(self, used: Counts, rows: int, resident: Mask, slots: int) -> Moves:
         self.told.append((used, rows, resident, slots))
+        moves, self.next = self.next, Moves([], [])
+        return moves
+
+    def behind_prompt(self, used: Counts, resident: Mask, slots: int) -> Moves:
+        self.prompts.append((used, slots))
         moves, self.next = self.next, Moves([], [])
         return moves
 
@@ -154,10 +162,33 @@ def test_behind_prompt_batches_the_host_fills_slots_that_a_device_fills_in_windo
     residency, (small, _) = residency_of(world, device_fills=True)
     small.next = Moves([], [(1, 2)])
     residency.after(1)
-    assert (small.noted, small.told) == ([1], [])
-    residency.after(500, is_window=False)
-    assert [rows for _, rows, *_ in small.told] == [500]
+    assert (small.noted, small.told, small.prompts) == ([1], [], [])
+    residency.after(500, routes_of(6))
+    assert len(small.prompts) == 1
     assert np.argwhere(arena.expert_tier == Tier.SLOT).tolist() == [[2, 2]]
+
+
+def routes_of(rows: int) -> npt.NDArray[np.int64]:
+    """Return choices (rows, layers, 1): a row's are its number, in each layer one more."""
+    return (np.arange(rows)[:, None, None] + np.arange(LAYERS)[:, None]) % EXPERTS
+
+
+def test_policies_are_told_of_the_last_rows_of_a_prompt_batch_by_themselves(world: World) -> None:
+    assert world.ledger is not None
+    residency, (small, large) = residency_of(world)
+    latest = routes_of(6)
+    world.ledger.experts.use[:] += 9
+    residency.after(40, latest)
+    assert small.noted == large.noted == [34, 4, 2]
+    assert small.noted_uses[1].tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
+    assert small.noted_uses[2].tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]  # layers 0 and 2
+    assert large.noted_uses[2].tolist() == [[0, 1, 1, 0]]
+    (used, slots), *_ = small.prompts
+    assert used.tolist() == [[9] * EXPERTS] * 2
+    assert sum(small.noted_uses).tolist() == used.tolist()
+    assert slots == 4
+    residency.after(6, latest)  # none but the last rows
+    assert small.noted[3:] == [4, 2]
 
 
 def test_a_step_that_is_repeated_counts_once(world: World) -> None:

@@ -28,6 +28,7 @@ quarter of the experts takes 57% of the routes, the hottest half 82%.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ NOISE = 0.5
 MEMORY = 0.95  # correlation of the wandering part between neighbouring tokens
 
 RECENT_TOKENS = 8
+PIECE_SCORES = 1 << 20  # that are made at a time
 
 
 class Statistics(NamedTuple):
@@ -83,29 +85,42 @@ def make_routes(
             hint="give 1 or more of each, and more experts than are used (at most 32768)",
         )
     rng = np.random.default_rng(seed)
+    routes = np.empty((tokens, layers, top_k), np.int16)
     if uniform:
-        scores = rng.random((tokens, layers, experts), np.float32)
-        return np.argpartition(scores, top_k)[..., :top_k].astype(np.int16)
-    traces = [_layer_routes(rng, experts, top_k, tokens, topic) for _ in range(layers)]
-    return np.stack(traces, axis=1)
+        for some in _pieces(0, tokens, layers * experts):
+            scores = rng.random((len(some), layers, experts), np.float32)
+            routes[some] = np.argpartition(scores, top_k)[..., :top_k]
+        return routes
+    for layer in range(layers):
+        _route_layer(rng, routes[:, layer], experts, topic)
+    return routes
 
 
-def _layer_routes(
-    rng: np.random.Generator, experts: int, top_k: int, tokens: int, topic: int
-) -> Routes:
-    """Return the routes (tokens, top_k) of one layer."""
+def _pieces(start: int, end: int, scores: int) -> Iterator[range]:
+    """Cut tokens into pieces, so that a longer trace takes no more memory for its scores.
+
+    scores   of a token
+    """
+    most = max(1, PIECE_SCORES // scores)
+    for at in range(start, end, most):
+        yield range(at, min(end, at + most))
+
+
+def _route_layer(rng: np.random.Generator, routes: Routes, experts: int, topic: int) -> None:
+    """Write the routes (tokens, top_k) of one layer."""
+    tokens, top_k = routes.shape
     wandering = rng.standard_normal(experts)
     popularity = POPULARITY * rng.standard_normal(experts)
-    subject = np.zeros(experts)
-    routes = np.empty((tokens, top_k), np.int16)
-    for token in range(tokens):
-        if token % topic == 0:
-            subject = POPULARITY_WITH_SUBJECT * rng.standard_normal(experts)
-        step = rng.standard_normal(experts)
-        wandering = MEMORY * wandering + np.sqrt(1 - MEMORY**2) * step  # keeps its deviation
-        score = popularity + subject + wandering + NOISE * rng.standard_normal(experts)
-        routes[token] = np.argpartition(-score, top_k)[:top_k]
-    return routes
+    for start in range(0, tokens, topic):
+        subject = POPULARITY_WITH_SUBJECT * rng.standard_normal(experts)
+        for some in _pieces(start, min(tokens, start + topic), experts):
+            drawn = rng.standard_normal((len(some), 2, experts))
+            steps, noise = np.sqrt(1 - MEMORY**2) * drawn[:, 0], NOISE * drawn[:, 1]
+            for step in steps:
+                wandering = MEMORY * wandering + step  # keeps its deviation
+                step[:] = wandering
+            scores = popularity + subject + steps + noise
+            routes[some] = np.argpartition(-scores, top_k)[:, :top_k]
 
 
 def measure(trace: Routes, experts: int) -> Statistics:

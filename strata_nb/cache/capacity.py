@@ -101,7 +101,8 @@ class Ledger:
         """
         try:
             self._reserve("kv", self.plan.kv_chunks, self.kv)
-            self._reserve("experts", self.plan.arena_chunks, self.experts)
+            arena_chunks = self.plan.arena_chunks + self.plan.loan_chunks
+            self._reserve("experts", arena_chunks, self.experts)
             self._ask("open", lambda: self.plan.start)
         except DriverError as error:
             try:
@@ -122,7 +123,9 @@ class Ledger:
         if self._lost is not None:
             raise self._lost
         plan, parts = self.plan, (wanted.experts, wanted.kv, wanted.loan, wanted.spare)
-        fits = wanted.kv <= plan.kv_chunks and wanted.experts + wanted.loan <= plan.arena_chunks
+        behind = wanted.experts + wanted.loan
+        fits = wanted.kv <= plan.kv_chunks and wanted.experts <= plan.arena_chunks
+        fits = fits and behind <= plan.arena_chunks + plan.loan_chunks
         if min(parts) < 0 or wanted.chunks > plan.capacity or not fits:
             raise RuleViolation(9, f"{wanted} of {plan}")
         with interrupts_later():
@@ -205,13 +208,20 @@ class Ledger:
         """Have up to `chunks` spare chunks, so that the next growth of the K/V only maps."""
         return self._ask("prepare", lambda: requests.prepare(self._now(), chunks))
 
+    def lendable(self) -> int:
+        """Return how many chunks `lend` would lend at most."""
+        return self._now().lendable
+
     def lend(self, chunks: int) -> tuple[int, int]:
-        """Lend the arena's last chunks until `end_loan`; returns their address and size."""
+        """Lend chunks behind the slots until `end_loan`; returns their address and size.
+
+        The system gives them as far as it has some that need not stay free; then the arena does.
+        """
         self._ask("lend", lambda: requests.lend(self._now(), chunks))
         return self.loan()
 
     def end_loan(self) -> Change:
-        """Give the arena back what was lent."""
+        """Give back what was lent; experts come to the slots that are there again."""
         return self._ask("end_loan", lambda: requests.end_loan(self._now()), refill=True)
 
     def attach(self, chunks: int) -> Change:

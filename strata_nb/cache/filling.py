@@ -11,6 +11,9 @@ as much as that one is worth. Who was used in this window or in the one before d
 of these the plan knows nothing. So nobody waits, and what is decided is nearly as good as what a
 policy could say between windows.
 
+Where the CPU computes a share of the missed of a single row (`cpu_count`), those are the last in
+that order, and do not come.
+
 A layer decides for itself, hence slots move between layers only by the host, between windows.
 Rejected: the host repeating each decision from the routes, in place of reading the addresses that
 came out. They are 49 KB for 6,144 experts, a microsecond of the link beside counts that come
@@ -24,7 +27,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb.fill_plans import MOST_LISTED, MOST_OFFERED, NOT_LISTED, STAYS, plan_type
+from strata_nb.fill_plans import (
+    MOST_LISTED,
+    MOST_OFFERED,
+    NOT_LISTED,
+    SHARE_BITS,
+    SHARE_UNITS,
+    STAYS,
+    plan_type,
+)
 
 Addresses = npt.NDArray[np.int64]
 
@@ -66,6 +77,26 @@ def write_plans(
     plans["listed"] = np.minimum(np.count_nonzero(may_leave, axis=1), MOST_LISTED)
 
 
+def missed_in_order(
+    plan: np.void, chosen: Iterable[int], addresses: Addresses, homes: Addresses
+) -> list[int]:
+    """Return the missed of a layer in the order in which they come to slots."""
+    missed = [one for one in sorted(set(chosen)) if addresses[one] == homes[one]]
+    return sorted(missed, key=lambda one: -float(plan["gain"][one]))
+
+
+def cpu_count(share: int, missed: int) -> int:
+    """Return how many of the missed of a row the CPU computes, by the share that a plan has.
+
+    Where that is the CPU's share of the bytes that both read in a second, no other number has the
+    later of the two end sooner: of n missed it is the largest that is less than share * (n + 1).
+    But one at least crosses the link, unless the CPU has the whole: who crosses it may stay, and
+    who never does is missed again.
+    """
+    most = missed if share == SHARE_UNITS else missed - 1
+    return max(0, min(share * (missed + 1) - 1 >> SHARE_BITS, most))
+
+
 def fill_layer(
     plan: np.void, chosen: Iterable[int], addresses: Addresses, homes: Addresses, seen: Addresses
 ) -> list[int]:
@@ -77,8 +108,9 @@ def fill_layer(
     seen        (experts,): number of the window that used it last
     """
     used, gain, heat = set(chosen), plan["gain"], plan["heat"]
-    missed = [one for one in sorted(used) if addresses[one] == homes[one] and gain[one] > -np.inf]
-    missed.sort(key=lambda one: -float(gain[one]))
+    missed = missed_in_order(plan, used, addresses, homes)
+    missed = missed[: len(missed) - cpu_count(int(plan["cpu_share"]), len(missed))]
+    missed = [one for one in missed if gain[one] > -np.inf]
     order = np.argsort(plan["order"], kind="stable")
     leaving = [
         one

@@ -31,6 +31,7 @@ class Needs:
     kv_most_cells   that it may ever have: addresses are reserved for them
     slots           of experts; None where none are kept (a dense model, experts read in place)
     slots_wanted    None: as many as there is room for
+    loan_bytes      that a prompt may borrow beyond the slots, if nobody else needs them
     limit_bytes     that the device counts as having; None: all that it has
     """
 
@@ -43,6 +44,7 @@ class Needs:
     slots_wanted: int | None = None
     outside_bytes: int = 0
     limit_bytes: int | None = None
+    loan_bytes: int = 0
 
     @property
     def beside_bytes(self) -> int:
@@ -79,9 +81,10 @@ class Plan:
     start           what is mapped at the start
     in_use_bytes    of the device before anything was taken: contexts, other programs
     kv_reach        chunks that the K/V can grow to beside the floor, as others are now
-    most_slots      that there may ever be
+    start_slots, most_slots   that there are at the start, and may ever be
     floor_chunks    of the arena that hold one slot a layer
     arena_chunks, kv_chunks   that addresses are reserved for
+    loan_chunks     the same, behind the arena's, for a loan alone
     """
 
     needs: Needs
@@ -90,10 +93,12 @@ class Plan:
     start: Holdings
     in_use_bytes: int
     kv_reach: int
+    start_slots: int
     most_slots: int
     floor_chunks: int
     arena_chunks: int
     kv_chunks: int
+    loan_chunks: int = 0
 
     def chunks_for_blocks(self, blocks: int) -> int:
         """Return how many chunks hold the first `blocks` K/V blocks."""
@@ -173,17 +178,20 @@ def plan_capacity(needs: Needs, free_bytes: int, total_bytes: int, chunk_bytes: 
     kv_chunks = chunks(needs.kv.bytes_for(needs.kv_most_cells))
     arena_chunks = chunks(slots.bytes_of(most_slots)) if slots is not None else 0
     beside_dense = max(0, total_bytes - needs.beside_bytes) // chunk_bytes
+    loan_chunks = chunks(needs.loan_bytes)
     return Plan(
         needs,
         chunk_bytes,
-        capacity=min(beside_dense, kv_chunks + arena_chunks),
+        capacity=min(beside_dense, kv_chunks + arena_chunks + loan_chunks),
         start=Holdings(experts=arena, kv=kv),
         in_use_bytes=total_bytes - free_bytes,
         kv_reach=min(kv_chunks, room - floor),
+        start_slots=0 if slots is None else least,
         most_slots=most_slots,
         floor_chunks=floor,
         arena_chunks=arena_chunks,
         kv_chunks=kv_chunks,
+        loan_chunks=loan_chunks,
     )
 
 

@@ -11,11 +11,15 @@ token, some drafted ones or a prompt batch; whatever it is, time is counted in t
               leaves
     swap      who was used often though it has no slot   every N windows  an expert a swap
 
+Behind a prompt batch free slots are filled, hottest first, and `insert` also exchanges, where who
+comes leads by so much that the copy is repaid within some 64 tokens: nothing passes the link there
+that could stay, and the first token of the answer waits.
+
 The last column counts as if a miss that crosses the link to be computed with were written to its
 slot as it passes, so that only a swap fetches what has passed before. Host devices have no link:
 there `Residency` copies whoever comes once more, between steps.
 
-Two rules hold for all: an expert that the window used never leaves, and no layer falls below its
+Two rules hold for all: an expert that a window used never leaves, and no layer falls below its
 floor because experts of others are hotter. Layers whose experts differ in size cannot trade slots:
 each size class has a policy of its own.
 """
@@ -40,6 +44,8 @@ Expert = tuple[int, int]  # layer and number
 FLOOR = 1  # slots of a layer that other layers cannot take
 # The lead that pays for writing an expert to a slot: 0.005 of an expert saved by each token.
 INSERT_MARGIN = 0.005
+# The same where an expert that would otherwise wait for its miss is copied: behind a prompt batch.
+COPY_MARGIN = 0.2
 LFU_DECAY = 0.998  # a token: what was used 350 tokens ago counts half
 
 # Periodic swaps: what it takes to come, and the lead over who leaves, in uses; windows between two
@@ -84,8 +90,8 @@ class Policy(Protocol):
     fetches: bool
 
     def note(self, used: Counts, rows: int) -> None:
-        """Hear of a window as `after` does; a policy that fetches may only do so while slots are
-        free."""
+        """Hear of a window as `after` does; where slots are full, a policy that fetches swaps later
+        than it would."""
 
     def worth(self) -> Worth:
         """Return what experts are worth in the next window; the caller may change it."""
@@ -97,6 +103,12 @@ class Policy(Protocol):
         rows       tokens of the window
         resident   (layers, experts): which have a slot
         slots      that there are, no fewer than are held
+        """
+
+    def behind_prompt(self, used: Counts, resident: Mask, slots: int) -> Moves:
+        """Return the moves behind a prompt batch of which the policy was told by `note`.
+
+        The rest is as in `after`, but that who was used may leave: hardly anybody is not.
         """
 
     def heat(self) -> Heat:
@@ -134,13 +146,17 @@ def exchanges(
 
     Equal heats count in the order of layer and number.
     """
-    wanted = np.argwhere(candidates & ~resident)
+    held = np.count_nonzero(resident, axis=1)
+    free, floor = slots - int(held.sum()), min(floor, slots // len(heat))
+    coming, leaving = candidates & ~resident, resident & ~protected
+    if free <= 0:  # most candidates lead nobody, and to look at each takes milliseconds
+        leads = heat - heat.min(where=leaving, initial=np.inf) >= margin
+        coming &= leads | (held < floor)[:, None]
+    wanted = np.argwhere(coming)
     moves = Moves([], [])
     if not len(wanted):
         return moves
-    held = np.count_nonzero(resident, axis=1)
-    free = slots - int(held.sum())
-    victims = _Victims(heat, resident & ~protected, held, min(floor, slots // len(heat)))
+    victims = _Victims(heat, leaving, held, floor)
     hot = heat[wanted[:, 0], wanted[:, 1]]
     order = np.argsort(-hot, kind="stable")
     queue = list(zip(wanted[order].tolist(), hot[order].tolist(), strict=True))
@@ -206,6 +222,10 @@ class Static:
         self.note(used, rows)
         return _filling(self._use, resident, self._use > 0, slots)
 
+    def behind_prompt(self, used: Counts, resident: Mask, slots: int) -> Moves:
+        """Return the moves behind a prompt batch; see Policy."""
+        return _filling(self._use, resident, used > 0, slots)
+
     def heat(self) -> Heat:
         """Return how often each expert was used."""
         return self._use.copy()
@@ -235,6 +255,10 @@ class LeastRecent:
         chosen = used > 0
         return exchanges(self._last_use, resident, chosen, chosen, slots, margin=ANY_LEAD)
 
+    def behind_prompt(self, used: Counts, resident: Mask, slots: int) -> Moves:
+        """Return the moves behind a prompt batch; see Policy."""
+        return _filling(self._last_use, resident, used > 0, slots)
+
     def heat(self) -> Heat:
         """Return in which window each expert was last used, -1 for never."""
         return self._last_use.copy()
@@ -263,6 +287,10 @@ class LeastUsed:
         self.note(used, rows)
         chosen = used > 0
         return exchanges(self._heat, resident, chosen, chosen, slots, margin=ANY_LEAD)
+
+    def behind_prompt(self, used: Counts, resident: Mask, slots: int) -> Moves:
+        """Return the moves behind a prompt batch; see Policy."""
+        return _filling(self._heat, resident, used > 0, slots)
 
     def heat(self) -> Heat:
         """Return how often each expert was used, lately."""
@@ -327,6 +355,10 @@ class Swaps:
         self._heat *= self._decay
         return Moves([moves.evicted[n] for n in chosen], [moves.inserted[n] for n in chosen])
 
+    def behind_prompt(self, used: Counts, resident: Mask, slots: int) -> Moves:
+        """Return the moves behind a prompt batch; see Policy."""
+        return _filling(self._heat, resident, used > 0, slots)
+
     def heat(self) -> Heat:
         """Return how often each expert was used, less for what lies some rounds back."""
         return self._heat.copy()
@@ -367,6 +399,13 @@ class Insertion:
         chosen = used > 0
         return exchanges(
             self.heat(), resident, chosen, chosen, slots, floor=self._floor, margin=self._margin
+        )
+
+    def behind_prompt(self, used: Counts, resident: Mask, slots: int) -> Moves:
+        """Return the moves behind a prompt batch; see Policy."""
+        nobody = np.zeros_like(resident)
+        return exchanges(
+            self.heat(), resident, used > 0, nobody, slots, floor=self._floor, margin=COPY_MARGIN
         )
 
     def heat(self) -> Heat:

@@ -6,7 +6,8 @@
     K/V trim                       the K/V's end                           the arena, the system
     give-back                      spare, the arena's end, the K/V's end   the system
     take-back, peer attach         the system                              the arena
-    prompt loan, its return        the arena's end                         the loan, the arena
+    prompt loan                    the system, the arena's end             the loan
+    its return                     the loan                                the arena, the system
     peer detach                    spare, the arena                        the system
 
 Each is a function of the same `Situation` and gives the `Holdings` that the ledger then brings
@@ -55,6 +56,17 @@ class Situation:
         if self.held.loan:
             return 0
         return max(0, min(self.plan.arena_chunks, self.arena_limit) - self.held.experts)
+
+    @property
+    def loan_takes(self) -> int:
+        """How many chunks can be lent that nobody has to give."""
+        places = min(self.plan.arena_chunks + self.plan.loan_chunks, self.arena_limit)
+        return max(0, min(places - self.held.experts, self.obtainable))
+
+    @property
+    def lendable(self) -> int:
+        """How many chunks can be lent in all."""
+        return 0 if self.held.loan else self.loan_takes + self.arena_gives
 
     @property
     def kv_floor(self) -> int:
@@ -135,16 +147,19 @@ def prepare(now: Situation, chunks: int) -> Holdings:
 
 
 def lend(now: Situation, chunks: int) -> Holdings:
-    """Plan to lend the last `chunks` chunks of the arena."""
-    if not 0 < chunks <= now.arena_gives:
+    """Plan to lend `chunks` chunks behind the slots: what nobody has to give, then the arena's."""
+    if not 0 < chunks <= now.lendable:
         size = now.plan.chunk_bytes
-        raise _refuse("lend memory", now, needed=chunks * size, possible=now.arena_gives * size)
-    return replace(now.held, experts=now.held.experts - chunks, loan=chunks)
+        raise _refuse("lend memory", now, needed=chunks * size, possible=now.lendable * size)
+    from_arena = max(0, chunks - now.loan_takes)
+    return replace(now.held, experts=now.held.experts - from_arena, loan=chunks)
 
 
 def end_loan(now: Situation) -> Holdings:
-    """Plan to give the arena back what is lent."""
-    return replace(now.held, experts=now.held.experts + now.held.loan, loan=0)
+    """Plan to give what is lent to the arena, as far as there may be slots, then to the system."""
+    held = now.held
+    experts = max(held.experts, min(held.experts + held.loan, now.plan.arena_chunks))
+    return replace(held, experts=experts, loan=0)
 
 
 def attach(now: Situation, chunks: int) -> Holdings:

@@ -8,8 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb.cache.experts import ExpertArena, Tier
-from strata_nb.cache.policy import Heat, Maker, Mask, Moves, Ranks, Worth
+from strata_nb.cache.policy import Counts, Heat, Maker, Mask, Moves, Policy, Ranks, Worth
 from strata_nb.errors import DeviceLost, DriverError
+
+Routes = npt.NDArray[np.integer]
+
+# Rows of a prompt batch that policies are told of by themselves, and as how many windows: the
+# memory of what is used together with what is some 20 tokens long (`foresight`).
+LATEST_ROWS = 32
+LATEST_GROUP = 4
 
 
 class Residency:
@@ -44,35 +51,45 @@ class Residency:
         self._say = say
         self._failing = False  # since the last copy: then it was said
         self._counted = arena.use.copy()  # the use that policies know of
+        self._of_batches = np.zeros_like(arena.use)  # of it, behind that: bytes of it are counted
         self._unseen_rows = 0  # tokens that they do not know of
         classes = np.array(layout.class_of_layer)
         self._layers = [np.flatnonzero(classes == number) for number in range(len(layout.classes))]
         self._policies = [make(ranks[layers]) for layers in self._layers]
 
-    def after(self, rows: int, *, is_window: bool = True) -> None:
+    def after(self, rows: int, latest: Routes | None = None) -> None:
         """Move experts after a step of `rows` tokens: `decide`, then `carry_out`."""
-        self.carry_out(self.decide(rows, is_window=is_window))
+        self.carry_out(self.decide(rows, latest))
 
-    def decide(self, rows: int, *, is_window: bool = True) -> Moves:
+    def decide(self, rows: int, latest: Routes | None = None) -> Moves:
         """Tell the policies of a step of `rows` tokens; return what they want, of all layers.
 
-        `arena.use` counts the step. Nothing moves: later steps may be running. `is_window`: a
-        device that fills slots itself did so, which it does in windows only.
+        `arena.use` counts the step. Nothing moves: later steps may be running.
+
+        latest   of a prompt batch: the experts (some, layers, top_k) that its last rows used,
+                 `LATEST_ROWS` of them or fewer; None for a window, in which a device that fills
+                 slots itself did so
         """
         arena = self._arena
         used, rows = self._news(rows)
         evicted: list[tuple[int, int]] = []
         inserted: list[tuple[int, int]] = []
         in_slots = arena.expert_tier == Tier.SLOT
-        self._missed_bytes += self._bytes_of_missed(used)
+        of_windows = np.maximum(used - self._of_batches, 0)
+        self._missed_bytes += self._bytes_of_missed(of_windows)
+        self._of_batches[:] = 0
         self._came = np.zeros_like(in_slots)
         for layers, policy in zip(self._layers, self._policies, strict=True):
             resident, slots = in_slots[layers], self._slots(layers)
             is_full = slots <= np.count_nonzero(resident)
-            if self._device_fills and is_window and not (policy.fetches and is_full):
+            if latest is not None:
+                tell_of_prompt(policy, used[layers], rows, latest[:, layers])
+                moves = policy.behind_prompt(used[layers], resident, slots)
+            elif self._device_fills and not (policy.fetches and is_full):
                 policy.note(used[layers], rows)
                 continue
-            moves = policy.after(used[layers], rows, resident, slots)
+            else:
+                moves = policy.after(used[layers], rows, resident, slots)
             evicted += [(int(layers[layer]), expert) for layer, expert in moves.evicted]
             inserted += [(int(layers[layer]), expert) for layer, expert in moves.inserted]
         return Moves(evicted, inserted)
@@ -91,12 +108,17 @@ class Residency:
             self._insert(moves.inserted)
 
     def forget(self) -> None:
-        """Empty every slot, and let policies begin as with no profile; no work may be running."""
+        """Empty every slot, and let policies begin as with no profile; no work may be running.
+
+        The caller counts use from zero then.
+        """
         arena = self._arena
+        self._missed_bytes = self.missed_bytes
         for layer, expert in np.argwhere(arena.expert_tier == Tier.SLOT).tolist():
             arena.evict(layer, expert)
         arena.reclaim()
-        self._counted, self._unseen_rows = arena.use.copy(), 0
+        self._counted[:], self._unseen_rows = 0, 0
+        self._of_batches[:] = 0
         self._came[:] = False
         unranked = np.full(arena.use.shape, -1, np.int32)
         self._policies = [self._make(unranked[layers]) for layers in self._layers]
@@ -109,13 +131,25 @@ class Residency:
         """
         self._unseen_rows += rows
 
+    def note_batch(self, used: npt.NDArray[np.int64], streamed: Mask) -> None:
+        """Count the bytes that a prompt batch took from host memory; policies hear of it later.
+
+        used       (layers, experts): how often the batch chose each
+        streamed   the same of bool: who was copied for it, used or not
+        """
+        missed = (self._arena.expert_tier == Tier.IN_PLACE) & (used > 0)
+        self._missed_bytes += int(np.count_nonzero(missed | streamed, axis=1) @ self._blob_bytes)
+        self._of_batches += used
+
     @property
     def missed_bytes(self) -> int:
-        """Bytes of experts that steps used and that had no slot when they began, for each choice.
+        """Bytes of experts that steps used and that had no slot when they began: for each choice of
+        a window, and of a prompt batch, whose rows share what is read, once for each expert.
 
         Policies are told nothing of steps while there are no slots, or one for each expert.
         """
-        return self._missed_bytes + self._bytes_of_missed(self._arena.use - self._counted)
+        unseen = self._arena.use - self._counted - self._of_batches
+        return self._missed_bytes + self._bytes_of_missed(unseen)
 
     def _bytes_of_missed(self, used: npt.NDArray[np.int64]) -> int:
         """Return the bytes of experts that the last step used and missed; nobody left whom it
@@ -192,6 +226,29 @@ class Residency:
         """Return how many slots have the size of these layers' experts."""
         rounds, rest = divmod(self._arena.usable_slots, self._arena.layout.layers)
         return rounds * len(layers) + int(np.count_nonzero(layers < rest))
+
+
+def tell_of_prompt(policy: Policy, used: Counts, rows: int, latest: Routes) -> None:
+    """Tell a policy of a prompt batch: at first of all rows but the latest, then of those.
+
+    What the rows before an answer used is what its first tokens will use; in a batch of hundreds
+    it would not be seen.
+
+    used     (layers, experts): how often all rows chose each
+    latest   (some, layers, top_k): choices of the last of them
+    """
+    layers = np.arange(len(used))[:, None]
+    groups = []
+    for start in range(0, len(latest), LATEST_GROUP):
+        some = latest[start : start + LATEST_GROUP]
+        counts = np.zeros_like(used)
+        np.add.at(counts, (layers, some), 1)
+        groups.append((counts, len(some)))
+    before = used - sum(counts for counts, _ in groups)
+    if rows > len(latest):
+        policy.note(np.maximum(before, 0), rows - len(latest))
+    for counts, some_rows in groups:
+        policy.note(counts, some_rows)
 
 
 def _places(first: Heat, then: Heat) -> Heat:

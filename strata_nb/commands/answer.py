@@ -10,6 +10,7 @@ from pathlib import Path
 
 from strata_nb.commands.arguments import Arguments
 from strata_nb.commands.figures import Figures, write_json
+from strata_nb.commands.reading import Reading
 from strata_nb.commands.terminal import note, progress_bar
 from strata_nb.engine import Engine, Generation, Session
 from strata_nb.errors import ConfigError
@@ -59,9 +60,15 @@ def reported(
             write_json(stats, figures.stats(engine))
 
 
-def read_prompt(session: Session, ids: list[int], figures: Figures, verbose: bool) -> None:
-    """Extend the session by `ids` and count what reading them took."""
+def read_prompt(
+    engine: Engine, session: Session, ids: list[int], figures: Figures, verbose: bool
+) -> None:
+    """Extend the session by `ids` and count what reading them took.
+
+    `verbose` says how it goes, and at the end how it went.
+    """
     started, before = time.perf_counter(), figures.prompt_tokens
+    reading = Reading(engine) if verbose else None
     with progress_bar("reading the prompt", unit="tokens", least=LONG_PROMPT) as bar:
 
         def count(done: int, total: int) -> None:
@@ -69,14 +76,16 @@ def read_prompt(session: Session, ids: list[int], figures: Figures, verbose: boo
             figures.prompt_tokens = before + max(0, len(ids) - (total - done))
             if bar is not None:
                 bar(done, total)
+            if reading is not None and done < total:
+                reading.went_on(done, total)
 
         try:
             session.extend(ids, count)
         finally:
             took = time.perf_counter() - started
             figures.prompt_s += took
-    if verbose:
-        note(f"read {len(ids)} prompt tokens in {took:.2f} s")
+    if reading is not None:
+        reading.ended(len(ids), took)
 
 
 @contextmanager

@@ -220,6 +220,9 @@ def options_from(arguments: Arguments, model: str | None = None) -> Options:
     prefill: int | str | None = None
     if arguments.text("--prefill") != "auto":
         prefill = arguments.integer("--prefill")
+    pcie_frac: float | str | None = None
+    if arguments.text("--pcie-frac") != "auto":
+        pcie_frac = arguments.real("--pcie-frac")
     return Options(
         model or arguments.path("--model"),
         **_given(
@@ -238,10 +241,13 @@ def options_from(arguments: Arguments, model: str | None = None) -> Options:
             kv_grow_step=arguments.integer("--kv-grow-step"),
             deterministic=arguments.flag("--deterministic"),
             overlap=not arguments.flag("--no-overlap"),
+            prefill_borrow=not arguments.flag("--no-prefill-borrow"),
             adapt=arguments.text("--adapt"),
             adapt_every=arguments.integer("--adapt-every"),
             adapt_swaps=arguments.integer("--adapt-swaps"),
             adapt_decay=arguments.real("--adapt-decay"),
+            cpu_pool=not arguments.flag("--no-cpu-pool"),
+            pcie_frac=pcie_frac,
             expert_profile=arguments.path("--expert-profile"),
             expert_profile_save=arguments.path("--expert-profile-save"),
             routing_trace=arguments.path("--routing-trace"),

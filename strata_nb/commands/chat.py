@@ -106,7 +106,7 @@ def run(arguments: Arguments) -> int:
                         warn(warning)
                     warned.update(warnings)
                     new = ids[session.rewind(shared_prefix(session, ids)) :]
-                    read_prompt(session, new, figures, arguments.flag("--verbose"))
+                    read_prompt(engine, session, new, figures, arguments.flag("--verbose"))
                 except StrataError as error:
                     if not interactive:
                         raise

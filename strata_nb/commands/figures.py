@@ -96,6 +96,11 @@ def memory_stats(report: Report) -> dict[str, object]:
         "hits": report.hits,
         "misses": report.misses,
         "filled": report.filled,
+        "streamed": report.streamed,
+        "streamed_bytes": report.streamed_bytes,
+        "cpu_experts": report.cpu_experts,
+        "cpu_bytes": report.cpu_bytes,
+        "cpu_wait_s": report.cpu_wait_s,
         "missed_bytes": report.missed_bytes,
         "link_bytes": report.link_bytes,
         "inserted": report.inserted,
@@ -155,8 +160,15 @@ def memory_text(engine: Engine, cells: int) -> str:
                 f", {report.filled:,} of {report.misses:,} misses kept, "
                 f"{bytes_text(report.link_bytes)} over the link"
             )
+        if report.cpu_experts:
+            text += (
+                f", {report.cpu_experts:,} computed by the CPU ({bytes_text(report.cpu_bytes)}), "
+                f"{report.cpu_wait_s:.2f} s waited for it"
+            )
     elif engine.description.experts:
         text += " · experts read in place"
+    if report.streamed:
+        text += f", {report.streamed:,} streamed to prompts"
     return " · ".join(
         [text, *(device.limit_text for device in report.devices if device.limit_text)]
     )

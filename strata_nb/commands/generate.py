@@ -130,7 +130,7 @@ def run(arguments: Arguments) -> int:
         figures = Figures(load_s=engine.load_s)
         session = engine.open_session()
         with reported(figures, engine, session, stats):
-            read_prompt(session, ids, figures, arguments.flag("--verbose"))
+            read_prompt(engine, session, ids, figures, arguments.flag("--verbose"))
             generation = session.generate(
                 max_tokens=max_tokens,
                 sampling=sampling,

@@ -12,7 +12,7 @@ from typing import Any
 
 from strata_nb.formats import BLOCK_CELLS
 from strata_nb.kernels.gpu.intrinsics import (
-    copy_to_shared,
+    copy_16,
     i32,
     load_i64,
     shared_load_4xi32,
@@ -52,7 +52,7 @@ def copier(length: int, threads: int) -> Function:
         number = 0
         while number < each:
             further = pitch * between * number
-            copy_to_shared(place + further, address + further)
+            copy_16(place + further, address + further)
             number += 1
 
     def copy(place: int, part: int, line: int, plane: int, start: int, last: int, row: int) -> None:
@@ -70,7 +70,7 @@ def copier(length: int, threads: int) -> Function:
             while row < SET:
                 cell = min(start + ROUND * (row >> 4) + (row & (CHUNK - 1)), last)
                 block = load_i64(line + 8 * (cell >> _BLOCK_SHIFT))
-                copy_to_shared(place, block + plane + part + pitch * (cell & (BLOCK_CELLS - 1)))
+                copy_16(place, block + plane + part + pitch * (cell & (BLOCK_CELLS - 1)))
                 row += between
                 place += pitch * between
 

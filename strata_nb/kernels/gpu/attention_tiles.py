@@ -60,7 +60,7 @@ from strata_nb.kernels.gpu.exponential import exp
 from strata_nb.kernels.gpu.halves import power_below
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
-    await_copies,
+    await_older_copies,
     await_previous,
     barrier,
     block_x,
@@ -344,7 +344,7 @@ def tiles_attention_kernel(
                     first, of_set = i32(run << _RUN_SHIFT), i32(0)
                     best = f32(_MINUS_INFINITY), f32(_MINUS_INFINITY)
                     while of_set < sets_of(run, last):
-                        await_copies()
+                        await_older_copies()
                         barrier()
                         fed = feed(fed, before(place), line, last, step, planes, thread)
                         cell = i32(first + CHUNK * of_set)
@@ -377,7 +377,7 @@ def tiles_attention_kernel(
                     finite = finite_of(best[0]), finite_of(best[1])
                     sums, totals, nothing = no_values(), (f32(0.0), f32(0.0)), no_weights()
                     while of_set < sets_of(run, last):
-                        await_copies()
+                        await_older_copies()
                         barrier()
                         fed = feed(fed, before(place), line, last, step, planes, thread)
                         cell = i32(first + CHUNK * of_set)
@@ -436,7 +436,7 @@ def tiles_attention_kernel(
                             b += shuffle_xor_f32(b, 2)
                             totals = totals[0] + a, totals[1] + b
                         place = following(place)
-                        await_copies()
+                        await_older_copies()
                         are_seen_by_all = cell + LAST_OF_SET <= lowest
                         if not are_seen_by_all:
                             sift(place, cell, last, lowest, thread)

@@ -6,7 +6,7 @@
         the table                       a card, for a batch
         router_top_k, expert_group      route, batch_count, batch_group
         expert_gather                   -
-        expert_gate_up                  batch_expert of gate and of up, batch_gate
+        expert_gate_up                  batch_expert of gate, batch_up
         expert_down                     batch_expert, batch_sum
 
 The bits are those of windows.
@@ -22,12 +22,16 @@ from typing import Any
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.attention_slices import SLICES
 from strata_nb.kernels.gpu.batch_floats import batch_float_kernel
-from strata_nb.kernels.gpu.batch_products import batch_expert_kernel, batch_linear_kernel
+from strata_nb.kernels.gpu.batch_products import (
+    batch_expert_kernel,
+    batch_linear_kernel,
+    batch_up_kernel,
+)
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.experts import PARTS, parts_of_down
 from strata_nb.kernels.gpu.floats import EIGHT
 from strata_nb.kernels.gpu.functions import arguments_of
-from strata_nb.kernels.gpu.gathering import gate_kernel, sum_kernel
+from strata_nb.kernels.gpu.gathering import sum_kernel
 from strata_nb.kernels.gpu.grouping import count_kernel, group_kernel
 from strata_nb.kernels.gpu.one_row import warps_of
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED, card_kernel
@@ -52,8 +56,10 @@ BATCH_KERNELS = {
         "*tiles *sources *targets *addresses *x *y offset values outputs parts experts top_k",
         lambda kind, _: batch_expert_kernel(kind),
     ),
-    "batch_gate": card_kernel(
-        "*rows *inner *up *packed outputs top_k", lambda _, __: gate_kernel()
+    "batch_up": card_kernel(
+        "*tiles *sources *targets *addresses *x *inner *packed offset values outputs parts experts "
+        "top_k",
+        lambda kind, _: batch_up_kernel(kind),
     ),
     "batch_sum": card_kernel(
         "*rows *products *shares *y top_k outputs", lambda _, __: sum_kernel()
@@ -111,10 +117,11 @@ def _routed(
 
     members = {"targets": given["members"]}
     inner = given | arguments_of(gate_up) | members
-    for kind, y, part_of in zip(_pair(gate_up), ("inner", "other"), ("gate", "up"), strict=True):
-        words = {**inner, "y": inner[y], "offset": inner[f"{part_of}_offset"], "parts": PARTS}
-        yield part("batch_expert", gate_up.label, words, kind)
-    yield part("batch_gate", gate_up.label, {**inner, "up": inner["other"]})
+    gate, up = _pair(gate_up)
+    words = {**inner, "y": inner["inner"], "offset": inner["gate_offset"], "parts": PARTS}
+    yield part("batch_expert", gate_up.label, words, gate)
+    words = {**inner, "offset": inner["up_offset"], "parts": PARTS}
+    yield part("batch_up", gate_up.label, words, up)
 
     outer = given | arguments_of(down) | members
     words = {"sources": given["members"], "x": outer["inner"], "y": outer["products"]}

@@ -25,6 +25,7 @@ from strata_nb.kernels.gpu.binding import with_loads
 from strata_nb.kernels.gpu.exponential import silu
 from strata_nb.kernels.gpu.filling import (
     ADDRESS,
+    BY_CPU,
     COMES,
     IN_HOST_MEMORY,
     ROW_COMES,
@@ -47,7 +48,9 @@ from strata_nb.kernels.gpu.intrinsics import (
     load_i64,
     prefetch,
     shared_load_f32,
+    shared_load_i32,
     shared_store_f32,
+    shared_store_i32,
     store_f32,
     thread_index,
 )
@@ -89,7 +92,17 @@ def expert_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) 
     """
     if kind in UNPACKED:
         return _float_down(kind, values % EIGHT == 0)
-    return _packed_down(kind, values // SUB_BLOCK, outputs % GROUP_ROWS == 0, top_k)
+    return _packed_down(kind, values // SUB_BLOCK, outputs % GROUP_ROWS == 0, top_k, False)
+
+
+def passing_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) -> GpuKernel:
+    """Return a part of a kernel: `expert_down` of packed weights, which passes over experts that
+    are BY_CPU; not all of them are.
+
+    down(rows, blobs, sources, inner, shares, y, down_offset, outputs, idle); idle is the address of
+    as many bytes as eight rows of down have, which are read where there is nothing to do
+    """
+    return _packed_down(kind, values // SUB_BLOCK, outputs % GROUP_ROWS == 0, top_k, True)
 
 
 def _reads(*kinds: TensorType) -> Callable[[Arguments, int], int]:
@@ -373,10 +386,13 @@ def _down_grid(arguments: Arguments, most_rows: int) -> Grid:
 
 
 @cache
-def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) -> GpuKernel:
+def _packed_down(
+    kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int, pools: bool
+) -> GpuKernel:
     """Return the kernel of packed weights.
 
     is_whole   the last group has eight rows too
+    pools      some choices may be passed over: warps share what is left, in the same order
 
     A warp has every eighth part of a choice (`parts_of_down`), whose tiles it adds up one after the
     other; in the end the parts of a choice are added, and the choices by ascending expert. A warp
@@ -391,7 +407,8 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
     turns = each * blocks_of(items, _DOWN_WARPS)  # tiles that a warp takes, or fewer
     part_bits = parts.bit_length() - 1
     shares_at = 4 * GROUP_ROWS * items
-    table = shares_at + 4 * top_k
+    left_at = shares_at + 4 * top_k  # numbers of the choices that are not passed over
+    table = left_at + 4 * top_k if pools else left_at
     read_tile, add_tile = _tile_of(kind, sub_blocks, table)
     fill = table_filler(kind, table, WARP * _DOWN_WARPS)
     group_row_bytes = row_bytes_of(kind)(sub_blocks)
@@ -403,23 +420,64 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
         item = warp + _DOWN_WARPS * (turn // each)
         return item, (item & parts - 1) + parts * (turn % each)
 
+    def list_choice(blobs: int, choice: int, share: Any) -> None:
+        """Write a choice and its share among those that are not passed over, if it is one."""
+        place, k = 0, 0
+        while k < choice:
+            place += 1 if load_i64(blobs + 8 * k) & BY_CPU == 0 else 0
+            k += 1
+        if load_i64(blobs + 8 * choice) & BY_CPU == 0:
+            shared_store_i32(left_at + 4 * place, i32(choice))
+            shared_store_f32(shares_at + 4 * place, share)
+
+    def number_left(blobs: int) -> Any:
+        """Return how many choices are not passed over."""
+        left, k = 0, 0
+        while k < top_k:
+            left += 1 if load_i64(blobs + 8 * k) & BY_CPU == 0 else 0
+            k += 1
+        return left
+
+    def choice_of(item: int) -> Any:
+        """Return the choice that an item is of."""
+        place = item >> part_bits
+        return i64(shared_load_i32(left_at + 4 * place)) if pools else place
+
     def read(
-        warp: int, turn: int, blobs: int, group: int, rows_here: int, row: int, quarter: int
+        warp: int,
+        turn: int,
+        items: int,
+        blobs: int,
+        idle: int,
+        group: int,
+        rows_here: int,
+        row: int,
+        quarter: int,
     ) -> Any:
-        """Read the tile of a turn; where there is none another one."""
+        """Read the tile of a turn; where there is none another one, or what `idle` has."""
         item, tile = turn_of(warp, turn)
-        blob = load_i64(blobs + 8 * (min(item, items - 1) >> part_bits)) & ADDRESS
-        return read_tile(blob + group, rows_here, row, quarter, min(tile, tiles - 1))
+        tile = min(tile, tiles - 1)
+        if pools and item >= items:
+            return read_tile(idle, rows_here, row, quarter, tile)
+        blob = load_i64(blobs + 8 * choice_of(min(item, items - 1))) & ADDRESS
+        return read_tile(blob + group, rows_here, row, quarter, tile)
 
     def add(
-        total: Any, warp: int, turn: int, words: Any, inner: int, lane: int, quarter: int
+        total: Any,
+        warp: int,
+        turn: int,
+        items: int,
+        words: Any,
+        inner: int,
+        lane: int,
+        quarter: int,
     ) -> Any:
         """Add the tile of a turn, if there is one; put the sum of an item away at its end."""
         item, tile = turn_of(warp, turn)
         if item >= items or turn >= turns:
             return f32(0.0)
         if tile < tiles:
-            x = inner + SUB_BLOCK_BYTES * sub_blocks * (item >> part_bits)
+            x = inner + SUB_BLOCK_BYTES * sub_blocks * choice_of(item)
             total = add_tile(total, words, x, quarter, tile)
         if turn % each < each - 1:
             return total
@@ -428,10 +486,10 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
             shared_store_f32(4 * (GROUP_ROWS * item + lane), total)
         return f32(0.0)
 
-    def sum_of(output: int) -> Any:
-        """Return the sum of an output over all choices."""
+    def sum_of(output: int, choices: int) -> Any:
+        """Return the sum of an output over so many choices."""
         total, item, k = f32(0.0), 0, 0
-        while k < top_k:
+        while k < choices:
             product, last = shared_load_f32(4 * (GROUP_ROWS * item + output)), item + parts
             item += 1
             while item < last:
@@ -441,7 +499,7 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
             k += 1
         return total
 
-    def expert_down(
+    def down(
         rows: int,
         blobs: int,
         sources: int,
@@ -449,9 +507,8 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
         shares: int,
         y: int,
         down_offset: int,
-        _top_k: int,
-        values: int,
         outputs: int,
+        idle: int,
     ) -> None:
         of_row, first = i64(block_x()), GROUP_ROWS * i64(block_y())
         if of_row >= load_i64(rows):
@@ -468,7 +525,15 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
         is_ahead = load_i64(blobs) & ROW_COMES == 0
         if thread < top_k:
             ask(load_i64(blobs + 8 * thread), group, rows_here)
-            shared_store_f32(shares_at + 4 * thread, load_f32(shares + 4 * (choices + thread)))
+            share = load_f32(shares + 4 * (choices + thread))
+            if pools:
+                list_choice(blobs, thread, share)
+            else:
+                shared_store_f32(shares_at + 4 * thread, share)
+        left = number_left(blobs) if pools else top_k
+        here = left * parts
+        if pools:
+            barrier()
         if not is_ahead:
             await_previous()
             bring(blobs, sources, top_k, group, i64(rows_here) * group_row_bytes, thread)
@@ -477,31 +542,46 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
         before = load_f32(place) if thread < rows_here else f32(0.0)
 
         turn = 0
-        ones = read(warp, turn, blobs, group, rows_here, row, quarter)
-        others = read(warp, turn + 1, blobs, group, rows_here, row, quarter)
-        thirds = read(warp, turn + 2, blobs, group, rows_here, row, quarter)
+        ones = read(warp, turn, here, blobs, idle, group, rows_here, row, quarter)
+        others = read(warp, turn + 1, here, blobs, idle, group, rows_here, row, quarter)
+        thirds = read(warp, turn + 2, here, blobs, idle, group, rows_here, row, quarter)
         fill(thread)
         if is_ahead:
             await_previous()
         total = f32(0.0)
         while turn < turns:
-            total = add(total, warp, turn, ones, inner, lane, quarter)
-            total = add(total, warp, turn + 1, others, inner, lane, quarter)
-            total = add(total, warp, turn + 2, thirds, inner, lane, quarter)
+            total = add(total, warp, turn, here, ones, inner, lane, quarter)
+            total = add(total, warp, turn + 1, here, others, inner, lane, quarter)
+            total = add(total, warp, turn + 2, here, thirds, inner, lane, quarter)
             turn += 3
             if turn < turns:
-                ones = read(warp, turn, blobs, group, rows_here, row, quarter)
-                others = read(warp, turn + 1, blobs, group, rows_here, row, quarter)
-                thirds = read(warp, turn + 2, blobs, group, rows_here, row, quarter)
+                ones = read(warp, turn, here, blobs, idle, group, rows_here, row, quarter)
+                others = read(warp, turn + 1, here, blobs, idle, group, rows_here, row, quarter)
+                thirds = read(warp, turn + 2, here, blobs, idle, group, rows_here, row, quarter)
         barrier()
         if thread < rows_here:
-            store_f32(place, before + sum_of(thread))
+            store_f32(place, before + sum_of(thread, left))
+
+    def expert_down(
+        rows: int,
+        blobs: int,
+        sources: int,
+        inner: int,
+        shares: int,
+        y: int,
+        down_offset: int,
+        _top_k: int,
+        values: int,
+        outputs: int,
+    ) -> None:
+        down(rows, blobs, sources, inner, shares, y, down_offset, outputs, 0)
 
     name = _of_shape(f"expert_down_{kind.name}_{top_k}x", sub_blocks, is_whole)
+    name += "_pool" if pools else ""
     shared_bytes = table + table_bytes(kind)
     return GpuKernel(
         name,
-        expert_down,
+        down if pools else expert_down,
         WARP * _DOWN_WARPS,
         _down_grid,
         lambda _: shared_bytes,

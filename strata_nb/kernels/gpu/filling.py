@@ -21,6 +21,8 @@ ended, because of three launches in a row the first has ended before the third b
     blobs     int64 (rows, top_k): besides the address, COMES where the blob is brought first, and
               ROW_COMES where that of any choice of the row is
     sources   int64 (rows, top_k): where a blob that comes is brought from; else not written
+
+Of a single row some of the missed may be computed by the CPU instead (`pooled.py`): BY_CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +31,18 @@ import math
 from functools import cache
 from typing import Any
 
-from strata_nb.fill_plans import COLUMNS, LISTED, MOST_LISTED, OFFERED, SLOTS, STAYS, WINDOW
+from strata_nb.fill_plans import (
+    COLUMNS,
+    CPU_SHARE,
+    LISTED,
+    MOST_LISTED,
+    OFFERED,
+    SHARE_BITS,
+    SHARE_UNITS,
+    SLOTS,
+    STAYS,
+    WINDOW,
+)
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     await_previous,
@@ -54,7 +67,7 @@ from strata_nb.kernels.gpu.intrinsics import (
 from strata_nb.kernels.gpu.operations import Function, GpuKernel, blocks_of
 
 # Added to the address of a blob, which is a multiple of 256.
-IN_HOST_MEMORY, COMES, ROW_COMES = 1, 2, 4
+IN_HOST_MEMORY, COMES, ROW_COMES, BY_CPU = 1, 2, 4, 8
 ADDRESS = -256  # of a word of `blobs`: those bits that are the address
 
 NOBODY = -1
@@ -81,6 +94,11 @@ def order_of(plan: int, expert: Any, experts: Any) -> Any:
     return load_i32(plan + COLUMNS + 4 * (2 * experts + expert))
 
 
+def cpu_share_of(plan: int) -> Any:
+    """Return which share of the missed goes to the CPU."""
+    return load_i64(plan + CPU_SHARE)
+
+
 def list_victim(lists: Any, expert: Any, order: Any, heat: Any, may_leave: Any) -> None:
     """Write an expert that may leave, or NOBODY, at its place in the order of all.
 
@@ -94,6 +112,29 @@ def list_victim(lists: Any, expert: Any, order: Any, heat: Any, may_leave: Any) 
 def may_leave(is_resident: Any, is_chosen: Any, seen: Any, window: Any) -> Any:
     """Return whether an expert may leave that was last used by the window `seen`."""
     return is_resident and not is_chosen and seen + STAYS < window
+
+
+def goes_to_cpu(
+    expert: Any, gain: Any, share: Any, numbers: Any, gains: Any, missed: Any, count: Any
+) -> Any:
+    """Return whether a missed expert is one of those that the CPU computes (`cpu_count`).
+
+    They are the last in the order in which the missed come to slots.
+
+    share            of the missed that the CPU computes, as a plan has it
+    numbers, gains   int32 and float32 (count,) in shared memory: of the chosen
+    missed           int32 (count,) there: 1 of a miss, 0 of others
+    """
+    all_missed, behind, other = i64(0), i64(0), i64(0)
+    while other < count:
+        is_missed = i64(shared_load_i32(missed + 4 * other))
+        found = shared_load_f32(gains + 4 * other)
+        is_higher = i64(shared_load_i32(numbers + 4 * other)) > expert
+        all_missed += is_missed
+        behind += is_missed if found < gain or (found == gain and is_higher) else 0
+        other += 1
+    most = all_missed if share == SHARE_UNITS else all_missed - 1
+    return behind < min((share * (all_missed + 1) - 1) >> SHARE_BITS, most)
 
 
 def slot_for(

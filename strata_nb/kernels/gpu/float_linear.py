@@ -18,7 +18,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     barrier,
     bits_of_f32,
     block_x,
-    block_y,
     f32,
     fetch_f32,
     fma,
@@ -36,7 +35,8 @@ from strata_nb.kernels.gpu.operations import (
     Arguments,
     GpuKernel,
     Grid,
-    outputs_grid,
+    high_block,
+    high_grid,
     warp_sum,
     weights_read,
 )
@@ -48,7 +48,8 @@ _PART = 512  # values
 def float_linear_kernel(kind: TensorType, values: int) -> GpuKernel:
     """Return `linear` of the table for a type of `FLOATS` and rows of so many values.
 
-    Its grid is (rows, outputs / 8 * parts), of 256 threads.
+    Its grid is (rows, outputs / 8 * parts), of 256 threads: a head has more outputs than a grid is
+    wide.
     """
     return _by_ones(kind) if values % EIGHT else _by_eights(kind, parts_of(values))
 
@@ -93,7 +94,8 @@ def _by_eights(kind: TensorType, parts: int) -> GpuKernel:
         row, thread = i64(block_x()), i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
         own, part = warp // parts, warp % parts
-        output = min(each * i64(block_y()) + own, outputs - 1)
+        number = each * high_block() + own
+        output = min(number, outputs - 1)
         weights = weight + size * output * values
         value, last = EIGHT * (lane + WARP * part), values - EIGHT
         first = eight(weights + size * min(value, last))
@@ -121,7 +123,7 @@ def _by_eights(kind: TensorType, parts: int) -> GpuKernel:
             if lane == 0:
                 shared_store_f32(4 * warp, total)
             barrier()
-        if lane == 0 and part == 0 and exists and each * i64(block_y()) + own < outputs:
+        if lane == 0 and part == 0 and exists and number < outputs:
             other = 1
             while other < parts:
                 total += shared_load_f32(4 * (warp + other))
@@ -129,7 +131,7 @@ def _by_eights(kind: TensorType, parts: int) -> GpuKernel:
             _finish(total, there, before, place, bias, add)
 
     def grid(arguments: Arguments, most_rows: int) -> Grid:
-        return outputs_grid(most_rows, arguments["outputs"], each)
+        return high_grid(most_rows, arguments["outputs"], each)
 
     return GpuKernel(
         f"linear_{kind.name}_{parts}".lower(),
@@ -150,7 +152,7 @@ def _by_ones(kind: TensorType) -> GpuKernel:
         rows: int, x: int, weight: int, bias: int, y: int, values: int, outputs: int, add: int
     ) -> None:
         row, thread = i64(block_x()), i64(thread_index())
-        output = WARPS * i64(block_y()) + (thread >> 5)
+        output = WARPS * high_block() + (thread >> 5)
         if row >= load_i64(rows) or output >= outputs:
             return
         lane = thread & WARP - 1
@@ -163,7 +165,7 @@ def _by_ones(kind: TensorType) -> GpuKernel:
             _finish(total, there, before, place, bias, add)
 
     def grid(arguments: Arguments, most_rows: int) -> Grid:
-        return outputs_grid(most_rows, arguments["outputs"], WARPS)
+        return high_grid(most_rows, arguments["outputs"], WARPS)
 
     return GpuKernel(
         f"linear_{kind.name}_odd".lower(), linear, WARPS * WARP, grid, reads=weights_read(kind)

@@ -26,12 +26,18 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.batch_sums import (
+    LANE_ROWS,
+    PIECE,
+    added,
+    sums_bytes,
+    sums_of,
+    zeros,
+)
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     barrier,
-    f32,
     f32_of_i32,
-    fetch_f32,
     i32,
     load_2xi32,
     load_4xi32,
@@ -46,7 +52,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     shared_load_f32,
     shared_store_4xi32,
     shared_store_f32,
-    store_f32,
     thread_index,
 )
 from strata_nb.kernels.gpu.operations import (
@@ -67,8 +72,6 @@ _WARPS = 8
 THREADS = WARP * _WARPS
 _HELD = 4  # sub-blocks in each half of shared memory
 QUARTERS = 4  # of a tile, which lanes of a window take
-_PIECE = 8  # rows that an instruction multiplies
-_LANE_ROWS = 4 * _PIECE  # of a warp
 _MANY_REGISTERS = 168  # one block a multiprocessor
 _HIGHEST_BITS = -0x7F7F7F80  # of the bytes of a word
 
@@ -80,76 +83,13 @@ _OF_ROWS = _HELD * _BYTES
 _RECORDS = 2 * _OF_ROWS
 
 
-_APART = 4 * THREADS  # from one of a thread's sums to the next
-
-
 def shared_bytes_of(kind: TensorType) -> int:
     """Return the bytes of shared memory of a block: both halves, sums, the type's table."""
-    return 2 * _half_bytes(scaling_of(kind)) + _SUMS * _APART + table_bytes(kind)
+    return 2 * _half_bytes(scaling_of(kind)) + sums_bytes(THREADS) + table_bytes(kind)
 
 
 def _half_bytes(scaling: Scaling) -> int:
     return _RECORDS + 4 * OUTPUTS * _HELD * (scaling.of_weights + scaling.of_rows)
-
-
-# -- sums of a lane --------------------------------------------------------------------------------
-#
-# A lane has four products of each piece of eight rows, and sums of them as one tuple.
-
-
-def _zeros() -> Any:
-    zero = f32(0.0)
-    four = zero, zero, zero, zero
-    return four + four + four + four
-
-
-@cache
-def _adder(count: int) -> Function:
-    """Return a device function: the sums of two tuples of so many floats, a multiple of 4."""
-
-    def four(a: Any, b: Any) -> Any:
-        return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
-
-    if count == 4:
-        return four
-    others = _adder(count - 4)
-
-    def added(a: Any, b: Any) -> Any:
-        return four(a, b) + others(a[4:], b[4:])
-
-    return added
-
-
-_SUMS = 4 * _LANE_ROWS // _PIECE
-_added = _adder(_SUMS)
-
-
-@cache
-def _keeper(count: int) -> Function:
-    """Return a device function (place, sums) that adds so many floats to those in shared memory,
-    which lie apart for each thread."""
-
-    def four(place: int, sums: Any) -> None:
-        shared_store_f32(place, shared_load_f32(place) + sums[0])
-        after = place + _APART
-        shared_store_f32(after, shared_load_f32(after) + sums[1])
-        after += _APART
-        shared_store_f32(after, shared_load_f32(after) + sums[2])
-        after += _APART
-        shared_store_f32(after, shared_load_f32(after) + sums[3])
-
-    if count == 4:
-        return four
-    others = _keeper(count - 4)
-
-    def keep(place: int, sums: Any) -> None:
-        four(place, sums)
-        others(place + 4 * _APART, sums[4:])
-
-    return keep
-
-
-_keep = _keeper(_SUMS)
 
 
 @cache
@@ -211,14 +151,14 @@ def _piece(scaling: Scaling) -> Function:
 @cache
 def _pieces(scaling: Scaling, count: int) -> Function:
     """Return `_piece` of so many pieces."""
-    piece, step = _piece(scaling), 4 * _PIECE * scaling.of_rows
+    piece, step = _piece(scaling), 4 * PIECE * scaling.of_rows
     if count == 1:
         return piece
     others = _pieces(scaling, count - 1)
 
     def pieces(sums: Any, weights: Any, x: int, floats: int) -> Any:
         return piece(sums[:4], weights, x, floats) + others(
-            sums[4:], weights, x + SUB_BLOCK * _PIECE, floats + step
+            sums[4:], weights, x + SUB_BLOCK * PIECE, floats + step
         )
 
     return pieces
@@ -231,7 +171,7 @@ def _sub_blocks(scaling: Scaling) -> Function:
     add(sums, weights, of_weights, x, of_rows): where in shared memory the lane's words and records
     are
     """
-    pieces, floats = _pieces(scaling, _LANE_ROWS // _PIECE), scaling.of_weights
+    pieces, floats = _pieces(scaling, LANE_ROWS // PIECE), scaling.of_weights
     in_pairs, apart = scaling.in_pairs, 4 * OUTPUTS * floats
 
     def record_at(place: int) -> Any:
@@ -271,6 +211,8 @@ def _bringer(kind: TensorType) -> Function:
     form, scaling = decoder_of(kind), scaling_of(kind)
     read, unpack, offset = form.read, form.unpack, form.offset
     of_weights, of_rows, record_of = scaling.of_weights, scaling.of_rows, scaling.record
+    if record_of is None:
+        raise ValueError(f"{kind.name} is multiplied by tiles (batch_tiles.py)")
     offsets = offset * 0x01010101
 
     def less(word: Any) -> Any:
@@ -330,11 +272,11 @@ def _bringer(kind: TensorType) -> Function:
 def block_product(kind: TensorType) -> Function:
     """Return a device function: a block's 64 outputs of up to 64 rows, the same in all threads.
 
-    multiply(first, here, sources, targets, x, weight, bias, y, values, outputs, block, parts, add)
+    multiply(first, here, sources, x, weight, values, outputs, block, parts) -> `place` of `Sums`,
+    where the products are then
 
     first, here   the number of the block's first row, and how many there are, 1 at least
     sources       address of int64: which row of x each is; 0: those of their own number
-    targets       the same of y
     block         the first output
     parts         of a row, which are added up apart
 
@@ -345,69 +287,23 @@ def block_product(kind: TensorType) -> Function:
     of_weights, of_rows = scaling.of_weights, scaling.of_rows
     at_once = 2 if scaling.in_pairs else 1
     half_bytes = _half_bytes(scaling)
-    table = 2 * half_bytes + _SUMS * _APART
+    table = 2 * half_bytes + sums_bytes(THREADS)
+    sums = sums_of(THREADS, OUTPUTS)
+    clear, keep = sums.clear, sums.keep
     fill = table_filler(kind, table, THREADS)
     bytes_of_row = row_bytes_of(kind)
-
-    def store(
-        place: int,
-        number: int,
-        first: int,
-        here: int,
-        targets: int,
-        bias: int,
-        y: int,
-        outputs: int,
-        output: int,
-        add: int,
-    ) -> None:
-        """Store the four sums of a piece, of which `number` is the lane's first row."""
-        a, b = shared_load_f32(place), shared_load_f32(place + _APART)
-        c, d = shared_load_f32(place + 2 * _APART), shared_load_f32(place + 3 * _APART)
-        store_one(a, number, first, here, targets, bias, y, outputs, output, add)
-        store_one(b, number + 1, first, here, targets, bias, y, outputs, output, add)
-        other = output + GROUP_ROWS
-        store_one(c, number, first, here, targets, bias, y, outputs, other, add)
-        store_one(d, number + 1, first, here, targets, bias, y, outputs, other, add)
-
-    def store_one(
-        total: Any,
-        number: int,
-        first: int,
-        here: int,
-        targets: int,
-        bias: int,
-        y: int,
-        outputs: int,
-        output: int,
-        add: int,
-    ) -> None:
-        if number < here and output < outputs:
-            row = first + number
-            if targets != 0:
-                row = load_i64(targets + 8 * row)
-            if bias != 0:
-                total += fetch_f32(bias + 4 * output)
-            place = y + 4 * (row * outputs + output)
-            if add != 0:
-                total += load_f32(place)
-            store_f32(place, total)
 
     def multiply(
         first: int,
         here: int,
         sources: int,
-        targets: int,
         x: int,
         weight: int,
-        bias: int,
-        y: int,
         values: int,
         outputs: int,
         block: int,
         parts: int,
-        add: int,
-    ) -> None:
+    ) -> Any:
         thread, sub_blocks, parts = thread_index(), i32(values >> 5), i32(parts)
         here = i32(here)
         warp, lane = i32(thread >> 5), i32(thread & WARP - 1)
@@ -424,7 +320,7 @@ def block_product(kind: TensorType) -> Function:
         place = i32(OUTPUTS * held + GROUP_ROWS * warp + in_group)
         # What it multiplies: 16 outputs of 32 rows for the warp.
         g, t = i32(lane >> 2), i32(lane & 3)
-        own_output, own_row = i32(16 * (warp & 3) + g), i32(_LANE_ROWS * (warp >> 2))
+        own_output, own_row = i32(16 * (warp & 3) + g), i32(LANE_ROWS * (warp >> 2))
         words = i32(SUB_BLOCK * own_output + 8 * t)
         row_words = i32(_OF_ROWS + SUB_BLOCK * (own_row + g) + 8 * t)
         records = i32(_RECORDS + 4 * of_weights * own_output)
@@ -432,12 +328,10 @@ def block_product(kind: TensorType) -> Function:
             _RECORDS + 4 * OUTPUTS * _HELD * of_weights + 4 * of_rows * (own_row + 2 * t)
         )
 
-        kept, number = i32(2 * half_bytes + 4 * thread), 0
-        while number < _SUMS:
-            shared_store_f32(kept + _APART * number, f32(0.0))
-            number += 1
+        kept = i32(2 * half_bytes + 16 * thread)
+        clear(kept)
         fill(thread)
-        chain, pair, other = _zeros(), _zeros(), _zeros()
+        chain, pair, other = zeros(), zeros(), zeros()
         c, s, half = i32(0), i32(0), i32(0)
         step = i32(2 * TILE * parts)  # of a chain from two of its tiles to the next two
         own_step = i32((step >> 1) * (held >> 1) + APART * (held & 1))
@@ -462,12 +356,12 @@ def block_product(kind: TensorType) -> Function:
                     if quarter == 0:
                         pair = chain
                     elif quarter == 1:
-                        pair = _added(pair, chain)
+                        pair = added(pair, chain)
                     elif quarter == 2:
                         other = chain
                     else:
-                        _keep(kept, _added(pair, _added(other, chain)))
-                    chain = _zeros()
+                        keep(kept, added(pair, added(other, chain)))
+                    chain = zeros()
             next_chain, next_s = c, i32(s + step)
             if next_s >= sub_blocks:
                 next_chain = i32(c + 1)
@@ -488,12 +382,7 @@ def block_product(kind: TensorType) -> Function:
             barrier()
             c, s, half = next_chain, next_s, i32(half_bytes - half)
 
-        output, number, piece = block + own_output, own_row + 2 * t, 0
-        while piece < _LANE_ROWS // _PIECE:
-            store(kept, number, first, here, targets, bias, y, outputs, output, add)
-            kept += 4 * _APART
-            number += _PIECE
-            piece += 1
+        return kept, own_output, i32(own_row + 2 * t)
 
     return multiply
 

@@ -254,40 +254,64 @@ shared_store_4xi32 = Intrinsic(
 )
 
 
-# Sixteen bytes at an address go to shared memory by themselves, while their thread goes on. It
-# counts them in groups, which `end_copies` ends. `await_copies` waits for all groups of this thread
-# but the last one; a barrier behind it shows them to the others. Cards before 8.0 copy at once.
+# Copies of 16, 8 or 4 bytes of memory that nothing writes into shared memory: to an offset, from an
+# address, both multiples of the size. They are there behind `await_copies`, of other threads behind
+# a barrier too. A thread waits for all that it asked for; or, with `await_older_copies`, for all
+# groups, which `end_copies` ends, but the last one. Cards before 8.0 copy at once.
 
-_COPY = "cp.async.cg.shared.global [$0], [$1], 16;"
-_COPY_BEFORE = (
-    "{ .reg .b32 a, b, c, d; ld.global.v4.b32 {a, b, c, d}, [$1]; "
-    "st.shared.v4.b32 [$0], {a, b, c, d}; }"
+
+def _nvidia_copy(size: int) -> Emit:
+    """Emit a copy that goes on beside the thread; targets before 8.0 load and store."""
+    words = [f"w{number}" for number in range(size // 4)]
+    vector = f".v{len(words)}" if len(words) > 1 else ""
+    several = f"{{{', '.join(words)}}}" if len(words) > 1 else words[0]
+    older = (
+        f"{{ .reg .b32 {', '.join(words)}; ld.global{vector}.b32 {several}, [$1]; "
+        f"st.shared{vector}.b32 [$0], {several}; }}"
+    )
+    newer = f"cp.async.{'cg' if size == 16 else 'ca'}.shared.global [$0], [$1], {size};"
+    text, constraints = by_age(80, newer, [older], "r,l,~{memory}")
+
+    def emit(builder: Any, arguments: list[Any]) -> None:
+        ir = _ir()
+        offset, address = arguments
+        place = builder.ptrtoint(_shared(builder, offset, llvm_type("i32")), llvm_type("i32"))
+        kind = ir.FunctionType(ir.VoidType(), [place.type, address.type])
+        builder.call(ir.InlineAsm(kind, _escaped(text), constraints, True), [place, address])
+
+    return emit
+
+
+def _escaped(text: str) -> str:
+    """Return the text of an inline assembly of several lines as LLVM reads it."""
+    return text.replace("\n", "\\0A").replace("\t", "\\09")
+
+
+def _amd_copy(size: int) -> Emit:
+    def emit(builder: Any, arguments: list[Any]) -> None:
+        offset, address = arguments
+        kind = _ir().VectorType(llvm_type("i32"), size // 4)
+        found = builder.load(_global(builder, address, kind), align=size)
+        builder.store(found, _shared(builder, offset, kind), align=size)
+
+    return emit
+
+
+def _copy(size: int) -> Intrinsic:
+    return Intrinsic(
+        f"copy_{size}", "void(i64, i64)", ptx=_nvidia_copy(size), amdgpu=_amd_copy(size)
+    )
+
+
+copy_16, copy_8, copy_4 = _copy(16), _copy(8), _copy(4)
+await_copies = Intrinsic(
+    "await_copies", "void()", ptx=since(80, "cp.async.wait_all;", ""), amdgpu=_nothing
 )
-
-
-def _nvidia_copy(builder: Any, arguments: list[Any]) -> None:
-    ir = _ir()
-    offset, address = arguments
-    place = builder.ptrtoint(_shared(builder, offset, ir.IntType(8)), ir.IntType(64))
-    text, constraints = by_age(80, _COPY, [_COPY_BEFORE], "l,l,~{memory}")
-    text = text.replace("\n", "\\0A").replace("\t", "\\09")
-    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 2)
-    builder.call(ir.InlineAsm(kind, text, constraints, True), [place, address])
-
-
-def _amd_copy(builder: Any, arguments: list[Any]) -> None:
-    offset, address = arguments
-    words = _load_vector(4, "i32", constant=False)(builder, [address])
-    lanes = [builder.extract_value(words, number) for number in range(4)]
-    _store_vector(4, "i32", _shared)(builder, [offset, *lanes])
-
-
-copy_to_shared = Intrinsic("copy_to_shared", "void(i64, i64)", ptx=_nvidia_copy, amdgpu=_amd_copy)
 end_copies = Intrinsic(
     "end_copies", "void()", ptx=since(80, "cp.async.commit_group;", ""), amdgpu=_nothing
 )
-await_copies = Intrinsic(
-    "await_copies", "void()", ptx=since(80, "cp.async.wait_group 1;", ""), amdgpu=_nothing
+await_older_copies = Intrinsic(
+    "await_older_copies", "void()", ptx=since(80, "cp.async.wait_group 1;", ""), amdgpu=_nothing
 )
 
 
@@ -378,6 +402,69 @@ prefetch = Intrinsic(
     "void(i64, i32)",
     ptx=since(90, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r"),
     amdgpu=_nothing,
+)
+
+
+# -- with the host ---------------------------------------------------------------------------------
+#
+# Host and card exchange words of memory that both have mapped. Who has written all that a word
+# stands for stores it; who has loaded it sees all that. Behind a barrier that holds for the whole
+# block, before the store and after the load.
+
+
+def _amd_load_system(builder: Any, arguments: list[Any]) -> Any:
+    place = _global(builder, arguments[0], llvm_type("i64"))
+    return builder.load_atomic(place, "acquire", 8)
+
+
+def _amd_store_system(builder: Any, arguments: list[Any]) -> None:
+    place = _global(builder, arguments[0], llvm_type("i64"))
+    builder.store_atomic(arguments[1], place, "release", 8)
+
+
+load_system_i64 = Intrinsic(
+    "load_system_i64",
+    "i64(i64)",
+    ptx=("ld.acquire.sys.global.s64 $0, [$1];", "=l,l,~{memory}"),
+    amdgpu=_amd_load_system,
+)
+store_system_i64 = Intrinsic(
+    "store_system_i64",
+    "void(i64, i64)",
+    ptx=("st.release.sys.global.s64 [$0], $1;", "l,l,~{memory}"),
+    amdgpu=_amd_store_system,
+)
+
+_AMD_REAL_TIME = 0x83  # a message that asks for the time, in ticks of 10 nanoseconds
+_AMD_TICK_NS = 10
+
+
+def _amd_nanoseconds(builder: Any, _: list[Any]) -> Any:
+    ir = _ir()
+    message = ir.Constant(ir.IntType(32), _AMD_REAL_TIME)
+    ticks = _call("llvm.amdgcn.s.sendmsg.rtn.i64", "i64(i32)")(builder, [message])
+    return builder.mul(ticks, ir.Constant(ir.IntType(64), _AMD_TICK_NS))
+
+
+# A time, the same for the whole card, that moves on in steps of a microsecond or less.
+nanoseconds = Intrinsic(
+    "nanoseconds",
+    "i64()",
+    ptx=("mov.u64 $0, %globaltimer;", "=l,~{memory}"),
+    amdgpu=_amd_nanoseconds,
+)
+
+
+def _same(_: Any, arguments: list[Any]) -> Any:
+    return arguments[0]
+
+
+# A value that is computed here once: compilers compute what is cheap again where a loop uses it.
+once_i32 = Intrinsic(
+    "once_i32", "i32(i32)", ptx=("mov.b32 $0, $1;", "=r,r,~{memory}"), amdgpu=_same
+)
+once_i64 = Intrinsic(
+    "once_i64", "i64(i64)", ptx=("mov.b64 $0, $1;", "=l,l,~{memory}"), amdgpu=_same
 )
 
 
@@ -879,8 +966,7 @@ def _nvidia_mma(builder: Any, arguments: list[Any]) -> Any:
     kind = ir.FunctionType(llvm_type("4xf32"), [one.type for one in arguments])
     operands = ",".join(["=&f"] * 4 + ["r"] * 6 + ["f"] * 4)
     text, constraints = by_age(80, _MMA, _MMA_BEFORE, operands)
-    text = text.replace("\n", "\\0A").replace("\t", "\\09")
-    code = ir.InlineAsm(kind, text, constraints, True)
+    code = ir.InlineAsm(kind, _escaped(text), constraints, True)
     return builder.call(code, arguments, attrs=("convergent",))  # all lanes together, or none
 
 
@@ -961,8 +1047,7 @@ def _nvidia_byte_mma(columns: int) -> Emit:
         ir = _ir()
         kind = ir.FunctionType(llvm_type("4xi32"), [one.type for one in arguments])
         text, constraints = _byte_mma(columns)
-        text = text.replace("\n", "\\0A").replace("\t", "\\09")
-        code = ir.InlineAsm(kind, text, constraints, True)
+        code = ir.InlineAsm(kind, _escaped(text), constraints, True)
         return builder.call(code, arguments, attrs=("convergent",))  # all lanes together, or none
 
     return emit
@@ -971,9 +1056,10 @@ def _nvidia_byte_mma(columns: int) -> Emit:
 def _amd_byte_mma(columns: int) -> Emit:
     """Fetch the words of A and B from the lanes that have them, and multiply byte by byte."""
 
-    def emit(builder: Any, arguments: list[Any]) -> Any:
+    halves = columns // 16
+
+    def multiply(builder: Any, arguments: list[Any]) -> Any:
         ir = _ir()
-        halves = columns // 16
         a, b, sums = arguments[: 2 * halves], arguments[2 * halves : 3 * halves], arguments[-4:]
 
         def constant(value: int) -> Any:
@@ -996,6 +1082,20 @@ def _amd_byte_mma(columns: int) -> Emit:
             found = builder.insert_value(found, one, number)
         return found
 
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        # Kernels multiply in many places: this is a function of its own, so that code stays small.
+        ir, module = _ir(), builder.module
+        name = f"strata_product_{columns}"
+        function = module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(llvm_type("4xi32"), [one.type for one in arguments])
+            function = ir.Function(module, kind, name)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            inner = ir.IRBuilder(function.append_basic_block())
+            inner.ret(multiply(inner, list(function.args)))
+        return builder.call(function, arguments)
+
     return emit
 
 
@@ -1010,4 +1110,43 @@ mma_16x8x16 = Intrinsic(
     "4xi32(i32, i32, i32, i32, i32, i32, i32)",
     ptx=_nvidia_byte_mma(16),
     amdgpu=_amd_byte_mma(16),
+)
+
+
+# Four blocks of eight rows of 16 bytes, of which lanes give the offsets in shared memory: lane
+# 8 * n + r that of row r of block n. Of each block lane 4 * g + t gets word t of row g: its words
+# of A and B above.
+
+
+def _nvidia_matrices(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    place = builder.ptrtoint(_shared(builder, arguments[0], llvm_type("i32")), llvm_type("i32"))
+    kind = ir.FunctionType(llvm_type("4xi32"), [place.type])
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    code = ir.InlineAsm(kind, text, "=r,=r,=r,=r,r,~{memory}", True)
+    return builder.call(code, [place], attrs=("convergent",))  # all lanes together, or none
+
+
+def _amd_matrices(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    word, wide = llvm_type("i32"), llvm_type("i64")
+
+    def constant(value: int) -> Any:
+        return ir.Constant(word, value)
+
+    lane = _amd_lane(builder)
+    first = builder.and_(lane, constant(-WARP))
+    row = builder.add(first, builder.lshr(builder.and_(lane, constant(WARP - 1)), constant(2)))
+    column = builder.shl(builder.and_(lane, constant(3)), constant(2))
+    offset = builder.trunc(arguments[0], word)
+    found = ir.Constant(llvm_type("4xi32"), ir.Undefined)
+    for number in range(4):
+        place = builder.add(_amd_word_of(builder, offset, row, 8 * number), column)
+        one = builder.load(_shared(builder, builder.sext(place, wide), word), align=4)
+        found = builder.insert_value(found, one, number)
+    return found
+
+
+shared_load_matrices = Intrinsic(
+    "shared_load_matrices", "4xi32(i64)", ptx=_nvidia_matrices, amdgpu=_amd_matrices
 )

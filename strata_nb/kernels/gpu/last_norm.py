@@ -2,7 +2,7 @@
 
     table                                     card, for one row
     linear that adds to x, rms_norm of x      one launch
-    expert_down, rms_norm of x                one launch
+    expert_down, rms_norm of x                one launch; of pool_down as well
 
 Each block writes its outputs and counts itself (`is_last`); the one that finds all others counted
 reads the whole row, norms it and writes what the next product reads. For that it waits twice for
@@ -20,6 +20,7 @@ from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.held_rows import may_norm, row_norm, write_four
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
+    barrier,
     block_x,
     block_y,
     i32,
@@ -28,7 +29,9 @@ from strata_nb.kernels.gpu.intrinsics import (
     prefetch,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import GpuKernel, is_last
+from strata_nb.kernels.gpu.operations import Function, GpuKernel, is_last
+from strata_nb.kernels.gpu.pool_answers import POOL_DOWN
+from strata_nb.kernels.gpu.pooled import answer_taker
 from strata_nb.kernels.gpu.routed import CARD_KERNELS
 from strata_nb.kernels.program import Launch
 
@@ -54,7 +57,7 @@ def _together(product: Launch | CardLaunch, norm: Launch | CardLaunch) -> CardLa
     if not isinstance(product, CardLaunch):
         return None
     given, words = product.arguments, arguments_of(norm)
-    if tuple(given) not in (_ONE_ROW, _EXPERT_DOWN) or given.get("add") == 0:
+    if tuple(given) not in (_ONE_ROW, _EXPERT_DOWN, POOL_DOWN) or given.get("add") == 0:
         return None
     wanted = {
         "rows": given["rows"],
@@ -144,8 +147,57 @@ def _with_norm(
         product(rows, blobs, sources, inner, shares, y, down_offset, top_k, values, outputs)
         finish(rows, here, y, norm_weight, norm_out, norm_packed, norm_blocks, norm_eps)
 
+    take = answer_taker(width, threads, place + 4)
+
+    def pool_down(
+        rows: int,
+        blobs: int,
+        sources: int,
+        inner: int,
+        shares: int,
+        y: int,
+        down_offset: int,
+        top_k: int,
+        values: int,
+        outputs: int,
+        box: int,
+        state: int,
+        idle: int,
+        norm_weight: int,
+        norm_out: int,
+        norm_packed: int,
+        norm_blocks: int,
+        norm_eps: Any,
+    ) -> None:
+        here, thread = begin(rows, norm_weight), i64(thread_index())
+        product(
+            rows,
+            blobs,
+            sources,
+            inner,
+            shares,
+            y,
+            down_offset,
+            top_k,
+            values,
+            outputs,
+            box,
+            state,
+            idle,
+        )
+        if is_last(rows, norm_blocks, thread, place) and here > 0:
+            take(blobs, top_k, y, box, state, thread)
+            barrier()
+            values_here = norm(y, fetch(norm_weight, thread), thread, norm_eps, sums)
+            each(values_here, thread, norm_out, norm_packed)
+
+    functions: dict[tuple[str, ...], Function] = {
+        _ONE_ROW: one_row,
+        _EXPERT_DOWN: expert_down,
+        POOL_DOWN: pool_down,
+    }
     return kernel._replace(
         name=f"{kernel.name}_norm_{width}",
-        function=one_row if names == _ONE_ROW else expert_down,
+        function=functions[names],
         shared_bytes=lambda _: place + 16,
     )

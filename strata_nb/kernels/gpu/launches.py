@@ -12,6 +12,7 @@ left then becomes the card's kernel for it.
     with_routers     of a single row what leads to the choice of experts
     with_products    products of a single row
     with_last_norms  products that finish a single row, and its norm
+    with_answers     where the CPU computes experts of a single row, the wait for it
     with_slices      attention of more rows than a window has
     with_batches     products and experts of more rows than a window has
 """
@@ -26,6 +27,8 @@ from strata_nb.kernels.gpu.attention_slices import with_slices
 from strata_nb.kernels.gpu.batches import WINDOW_ROWS, with_batches
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.last_norm import with_last_norms
+from strata_nb.kernels.gpu.pool_answers import with_answers
+from strata_nb.kernels.gpu.pooled import PoolPlaces
 from strata_nb.kernels.gpu.product_launches import with_products
 from strata_nb.kernels.gpu.routed import with_routes
 from strata_nb.kernels.gpu.router import with_routers
@@ -33,16 +36,22 @@ from strata_nb.kernels.gpu.sampling import sample_keys_kernel
 from strata_nb.kernels.program import Launch, Program
 
 
-def card_launches(program: Program, rows: int) -> Sequence[CardLaunch]:
-    """Return what a card launches, in order, for a program of so many rows."""
+def card_launches(
+    program: Program, rows: int, pool: PoolPlaces | None = None
+) -> Sequence[CardLaunch]:
+    """Return what a card launches, in order, for a program of so many rows.
+
+    pool   what it shares with the CPU, which then computes some of the missed experts of one row
+    """
     found = list(with_runs(program, rows))
     if rows > WINDOW_ROWS:
         found = list(with_batches(list(with_slices(found, rows)), rows))
-    found = list(with_shares(with_routes(found, rows)))
+    found = list(with_shares(with_routes(found, rows, pool)))
     if rows == 1:
-        found = list(with_routers(list(with_ready_rows(found))))
+        pools = pool is not None
+        found = list(with_routers(list(with_ready_rows(found)), pools=pools))
         found = list(with_products(found))
-        found = list(with_last_norms(found))
+        found = list(with_answers(list(with_last_norms(found))))
     return [one if isinstance(one, CardLaunch) else card_launch(one) for one in found]
 
 

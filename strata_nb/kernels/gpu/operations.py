@@ -23,8 +23,11 @@ from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.intrinsics import (
     arrive,
     barrier,
+    block_y,
+    block_z,
     f32,
     i32,
+    i64,
     larger_f32,
     shared_load_f32,
     shared_load_i32,
@@ -98,6 +101,12 @@ def outputs_grid(parts: int, outputs: int, each: int) -> Grid:
     return parts, blocks, 1
 
 
+def high_grid(parts: int, outputs: int, each: int) -> Grid:
+    """Return `outputs_grid` for any number of outputs: `high_block` numbers its blocks."""
+    blocks = blocks_of(outputs, each)
+    return parts, min(blocks, MOST_BLOCKS), blocks_of(blocks, MOST_BLOCKS)
+
+
 def weights_read(kind: TensorType) -> Callable[[Arguments, int], int]:
     """Return what says how many bytes of a weight of a type a launch of a product reads."""
     return lambda arguments, _: arguments["outputs"] * row_bytes(kind, arguments["values"])
@@ -107,6 +116,11 @@ ARRIVED = 8  # bytes from the number of rows to the word in which a launch count
 
 
 # -- in kernels ------------------------------------------------------------------------------------
+
+
+def high_block() -> Any:
+    """Return which block of outputs this is, of a `high_grid`; the last may have none."""
+    return i64(block_y()) + MOST_BLOCKS * i64(block_z())
 
 
 def warp_sum(x: Any) -> Any:

@@ -13,6 +13,9 @@ few rows: choice row * top_k + k stays where it is, `starts` is not written, and
 `members` and `places` are the addresses of the experts' blobs, and whence those are brought that
 come to a slot: `blobs` of `routing.py`, and `sources` of `filling.py`.
 
+Where the CPU computes some of the missed experts of a single row (`pooled.py`), `pool_gate_up` and
+`pool_down` take the place of the last two.
+
 The other arguments are named as those of the table. `inner`, `packed` and what `expert_down` reads
 of them have a row for each choice.
 """
@@ -29,6 +32,7 @@ from strata_nb.kernels.gpu.experts import (
 )
 from strata_nb.kernels.gpu.filling import expert_fill_kernel
 from strata_nb.kernels.gpu.operations import Arguments, GpuKernel
+from strata_nb.kernels.gpu.pooled import PoolPlaces, pool_down_kernel, pool_gate_up_kernel
 from strata_nb.kernels.gpu.routing import route_kernel
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
@@ -59,12 +63,14 @@ def card_kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> 
     return CardKernel(tuple(word.lstrip("*") for word in words), kinds, find)
 
 
+WITH_CPU = "with cpu"  # a variant of `route`, which decides who goes there as well
+
 CARD_KERNELS = {
     "route": card_kernel(
         "*rows *logits *positions *forced *addresses *homes *seen *plan *use *tally *chosen "
         "*shares *blobs *sources experts top_k renormalise",
         lambda decides, given: route_kernel(
-            given["experts"], given["top_k"], decides=bool(decides)
+            given["experts"], given["top_k"], decides=bool(decides), pools=decides == WITH_CPU
         ),
     ),
     "expert_fill": card_kernel(
@@ -84,16 +90,34 @@ CARD_KERNELS = {
             kind, given["values"], given["outputs"], given["top_k"]
         ),
     ),
+    "pool_gate_up": card_kernel(
+        "*rows *blobs *sources *x *inner *packed gate_offset up_offset top_k values outputs "
+        "row_bytes *chosen *shares layer *box *state",
+        lambda pair, given: pool_gate_up_kernel(
+            pair[0], pair[1], given["values"], given["outputs"]
+        ),
+    ),
+    "pool_down": card_kernel(
+        "*rows *blobs *sources *inner *shares *y down_offset top_k values outputs *box *state "
+        "*idle",
+        lambda kind, given: pool_down_kernel(
+            kind, given["values"], given["outputs"], given["top_k"]
+        ),
+    ),
 }
 
 
-def with_routes(program: Sequence[Launch | CardLaunch], rows: int) -> Iterator[Launch | CardLaunch]:
+def with_routes(
+    program: Sequence[Launch | CardLaunch], rows: int, pool: PoolPlaces | None = None
+) -> Iterator[Launch | CardLaunch]:
     """Yield the launches of a program of so many rows, with those of each layer's experts as a card
     has them.
 
+    pool   of a single row: what the card shares with the CPU, which computes some of the missed
+
     ValueError where one of them stands alone: it has no kernel on a card.
     """
-    number = 0
+    number = layer_number = 0
     while number < len(program):
         one = program[number]
         if isinstance(one, CardLaunch) or one.kernel not in FUSED:
@@ -104,8 +128,12 @@ def with_routes(program: Sequence[Launch | CardLaunch], rows: int) -> Iterator[L
         if tuple(part.kernel for part in layer) != FUSED:
             names = ", ".join(part.kernel for part in layer)
             raise ValueError(f"{one.label}: a card takes {', '.join(FUSED)} together, not {names}")
-        yield from _routed(*layer, is_alone=rows == 1)
+        if pool is not None and rows == 1:
+            yield from _pooled(*layer, number=layer_number, pool=pool)
+        else:
+            yield from _routed(*layer, is_alone=rows == 1)
         number += len(FUSED)
+        layer_number += 1
 
 
 def _routed(
@@ -117,14 +145,40 @@ def _routed(
     *,
     is_alone: bool,
 ) -> Iterator[CardLaunch]:
-    grouped = _named(group)
-    after = {**_named(gate_up), "blobs": grouped["members"], "sources": grouped["places"]}
-    routing = {**_named(router), **grouped, **after}
+    routing, after = _arguments(router, group, gate_up)
     yield CARD_KERNELS["route"].part(routing, is_alone, router.label)
     if not is_alone:
         yield CARD_KERNELS["expert_fill"].part(routing, label=f"{group.label} fill")
     yield CARD_KERNELS["expert_gate_up"].part(after, gate_up.variant, gate_up.label)
     yield CARD_KERNELS["expert_down"].part({**after, **_named(down)}, down.variant, down.label)
+
+
+def _pooled(
+    router: Launch,
+    group: Launch,
+    gather: Launch,
+    gate_up: Launch,
+    down: Launch,
+    *,
+    number: int,
+    pool: PoolPlaces,
+) -> Iterator[CardLaunch]:
+    """Yield what `_routed` yields for a single row of a layer that shares misses with the CPU."""
+    routing, after = _arguments(router, group, gate_up)
+    after |= {"chosen": routing["chosen"], "shares": routing["shares"], "layer": number}
+    after |= pool._asdict()
+    yield CARD_KERNELS["route"].part(routing, WITH_CPU, router.label)
+    yield CARD_KERNELS["pool_gate_up"].part(after, gate_up.variant, gate_up.label)
+    yield CARD_KERNELS["pool_down"].part({**after, **_named(down)}, down.variant, down.label)
+
+
+def _arguments(
+    router: Launch, group: Launch, gate_up: Launch
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the arguments of who chooses experts, and of who multiplies with them."""
+    grouped = _named(group)
+    after = {**_named(gate_up), "blobs": grouped["members"], "sources": grouped["places"]}
+    return {**_named(router), **grouped, **after}, after
 
 
 def _named(launch: Launch) -> dict[str, int]:

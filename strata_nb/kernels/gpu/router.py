@@ -69,17 +69,26 @@ _SUMS = 4 * WARP
 _ROW = _SUMS + 4 * WARPS
 
 
-def with_routers(program: Sequence[Launch | CardLaunch]) -> Iterator[Launch | CardLaunch]:
-    """Yield launches of one row, with those that lead to the choice of experts as one."""
+def with_routers(
+    program: Sequence[Launch | CardLaunch], *, pools: bool = False
+) -> Iterator[Launch | CardLaunch]:
+    """Yield launches of one row, with those that lead to the choice of experts as one.
+
+    pools   who goes to the CPU is chosen as well
+    """
     at = 0
     while at < len(program):
-        found = _router(*program[at : at + 3]) if at + 2 < len(program) else None
+        found = _router(*program[at : at + 3], pools=pools) if at + 2 < len(program) else None
         yield found or program[at]
         at += 3 if found else 1
 
 
 def _router(
-    norm: Launch | CardLaunch, product: Launch | CardLaunch, route: Launch | CardLaunch
+    norm: Launch | CardLaunch,
+    product: Launch | CardLaunch,
+    route: Launch | CardLaunch,
+    *,
+    pools: bool,
 ) -> CardLaunch | None:
     """Return one launch for a norm, a product and a choice, None where they are something else."""
     if isinstance(norm, CardLaunch) or isinstance(product, CardLaunch):
@@ -105,7 +114,7 @@ def _router(
         return None
     given = {**second, **first, "norm_weight": first["weight"], "weight": second["weight"]}
     return CardLaunch(
-        router_kernel(kind, width, experts),
+        router_kernel(kind, width, experts, pools),
         f"{norm.label}, {product.label.rpartition('.')[2]}, {route.label.rpartition('.')[2]}",
         {**{name: given[name] for name, _ in _ARGUMENTS}, **last},
         (*(kind for _, kind in _ARGUMENTS), *route.kinds),
@@ -113,9 +122,9 @@ def _router(
 
 
 @cache
-def router_kernel(kind: TensorType, width: int, experts: int) -> GpuKernel:
+def router_kernel(kind: TensorType, width: int, experts: int, pools: bool) -> GpuKernel:
     """Return the kernel for a type of `FLOATS`, a row of a width that its blocks can norm, and at
-    most as many experts as they have threads.
+    most as many experts as they have threads; `pools` as `route_row` has it.
 
     Its grid is experts / 8 * parts, of 256 threads. Each block reads the row and the norm's
     weights, 8 bytes a value, and its part of the router.
@@ -140,7 +149,7 @@ def router_kernel(kind: TensorType, width: int, experts: int) -> GpuKernel:
         if (number >> 5) % blocks == block_x():
             write_four(four, number, out, packed, width >> 5)
 
-    of_thread, route_one = expert_of(True), route_row(True)
+    of_thread, route_one = expert_of(True, pools), route_row(True, pools)
     fetch, norm, keep_each = row_norm(width, _THREADS, keep)
     write_each = row_norm(width, _THREADS, write).each
 
@@ -230,7 +239,7 @@ def router_kernel(kind: TensorType, width: int, experts: int) -> GpuKernel:
         write_each(values, thread, out, packed)  # nobody waits for it here
 
     return GpuKernel(
-        f"router_{kind.name}_{width}_{experts}".lower(),
+        f"router_{kind.name}_{width}_{experts}{'_pool' if pools else ''}".lower(),
         router,
         _THREADS,
         lambda _, __: (blocks, 1, 1),

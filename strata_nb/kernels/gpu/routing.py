@@ -13,7 +13,8 @@ expert has no slot where its address is that of its home, in the host's memory.
     blobs   int64 (rows, top_k), by ascending expert of each row: the address of the blob, plus
             IN_HOST_MEMORY where it is read there; of a single row also what `filling.py` adds
 
-For a single row it decides as well which missed experts get slots (`filling.py`).
+For a single row it decides as well which missed experts get slots (`filling.py`), and which go to
+the CPU (`pooled.py`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from strata_nb.errors import UnsupportedDevice
 from strata_nb.fill_plans import LISTED, NOT_LISTED, OFFERED, WINDOW
 from strata_nb.kernels.gpu.exponential import exp
 from strata_nb.kernels.gpu.filling import (
+    BY_CPU,
     COMES,
     IN_HOST_MEMORY,
     LISTS_BYTES,
     LOWEST,
     ROW_COMES,
+    cpu_share_of,
     gain_of,
+    goes_to_cpu,
     heat_of,
     list_victim,
     may_leave,
@@ -74,13 +78,14 @@ _INFINITY = math.inf
 
 # Shared memory: the sums of `block_sum`; numbers of the chosen; what the chosen raise,
 # by ascending number; the largest logit; what `filling.py` needs: the gains of the chosen,
-# who may leave, and whether somebody comes; the logit of every expert, and of none up to
-# whole warps.
+# who of them is missed, who may leave, and whether somebody comes; the logit of every expert, and
+# of none up to whole warps.
 _NUMBERS = 4 * WARP
 _RAISED = _NUMBERS + 4 * _MOST_CHOICES
 _MOST = _RAISED + 4 * _MOST_CHOICES
 _GAINS = _MOST + 16
-_LISTS = _GAINS + 4 * _MOST_CHOICES
+_MISSED = _GAINS + 4 * _MOST_CHOICES
+_LISTS = _MISSED + 4 * _MOST_CHOICES
 _COMING = _LISTS + LISTS_BYTES
 _LOGITS = _COMING + 16
 
@@ -170,12 +175,13 @@ def _somebody_wants(top_k: Any) -> Any:
 
 
 @cache
-def expert_of(decides: bool) -> Function:
+def expert_of(decides: bool, pools: bool) -> Function:
     """Return a device function: what a thread has to know of its expert when it is chosen.
 
     of(thread, experts, addresses, homes, seen, plan) -> address and home, the number of the window
-    and of the last one that used the expert, its order, heat and gain by the plan; for a thread
-    without an expert, and of a plan by which nobody comes, numbers that mean nothing
+    and of the last one that used the expert, its order, heat and gain by the plan, and the share
+    that the CPU computes; for a thread without an expert, and of a plan by which nobody comes,
+    numbers that mean nothing
 
     All this was written between windows or by the last one, so whoever looks it up need not wait
     for the launch before.
@@ -192,17 +198,19 @@ def expert_of(decides: bool) -> Function:
         order = order_of(plan, thread, experts) if fills else i32(NOT_LISTED)
         heat = heat_of(plan, thread, experts) if fills else f32(0.0)
         gain = gain_of(plan, thread) if fills and address == home else f32(LOWEST)
-        return address, home, window, used, order, heat, gain
+        share = cpu_share_of(plan) if pools else i64(0)
+        return address, home, window, used, order, heat, gain, share
 
     return of
 
 
 @cache
-def route_row(decides: bool) -> Function:
+def route_row(decides: bool, pools: bool) -> Function:
     """Return a device function that chooses the experts of a row, in a block of as many threads as
     experts at least.
 
     decides   who comes to a slot as well, which takes that there is a single row
+    pools     and who goes to the CPU
 
     route(row, own, logits, position, forced, addresses, homes, seen, plan, use, tally, chosen,
     shares, blobs, sources, experts, top_k, renormalise); own is a thread's, from `expert_of`, and
@@ -229,7 +237,7 @@ def route_row(decides: bool) -> Function:
         top_k: int,
         renormalise: int,
     ) -> None:
-        address, home, window, used, order, heat, gain = own
+        address, home, window, used, order, heat, gain, cpu_share = own
         thread, lowest = i64(thread_index()), f32(-_INFINITY)
         is_expert, is_miss = thread < experts, address == home
         logit = load_f32(logits + 4 * (experts * row + thread)) if is_expert else lowest
@@ -248,12 +256,17 @@ def route_row(decides: bool) -> Function:
         if decides:
             if is_chosen:
                 shared_store_f32(_GAINS + 4 * rank, gain)
+                if pools:
+                    shared_store_i32(_MISSED + 4 * rank, i32(1 if is_miss else 0))
             leaves = may_leave(not is_miss, is_chosen, used, window)
             list_victim(_LISTS, thread, order, heat, leaves)
         barrier()
+        by_cpu = False
+        if pools and is_chosen and is_miss and cpu_share > 0:
+            by_cpu = goes_to_cpu(thread, gain, cpu_share, _NUMBERS, _GAINS, _MISSED, top_k)
         slot, marks = i64(0), i64(0)
         if decides and _somebody_wants(top_k):
-            if is_chosen and gain > f32(LOWEST):
+            if is_chosen and gain > f32(LOWEST) and not by_cpu:
                 slot = slot_for(
                     thread, gain, _NUMBERS, _GAINS, top_k, _LISTS, plan, addresses, homes
                 )
@@ -267,7 +280,7 @@ def route_row(decides: bool) -> Function:
             place = _place_by_number(i32(thread), top_k)
             choice = top_k * row + place
             store_i64(chosen + 8 * choice, thread)
-            word = address + (IN_HOST_MEMORY if is_miss else 0)
+            word = address + (IN_HOST_MEMORY if is_miss else 0) + (BY_CPU if by_cpu else 0)
             if slot != 0:
                 word = slot + COMES
                 store_i64(sources + 8 * choice, home)
@@ -286,9 +299,9 @@ def route_row(decides: bool) -> Function:
 
 
 @cache
-def _route(decides: bool) -> Function:
+def _route(decides: bool, pools: bool) -> Function:
     """Return the kernel `route`."""
-    of_thread, route_one = expert_of(decides), route_row(decides)
+    of_thread, route_one = expert_of(decides, pools), route_row(decides, pools)
 
     def route(
         rows: int,
@@ -342,16 +355,17 @@ def _grid(_: Arguments, most_rows: int) -> Grid:
 
 
 @cache
-def _of_threads(threads: int, decides: bool) -> GpuKernel:
+def _of_threads(threads: int, decides: bool, pools: bool) -> GpuKernel:
     shared_bytes = route_bytes(threads)
-    name = f"route_{threads}{'_alone' if decides else ''}"
-    return GpuKernel(name, _route(decides), threads, _grid, lambda _: shared_bytes)
+    name = f"route_{threads}{'_alone' if decides else ''}{'_pool' if pools else ''}"
+    return GpuKernel(name, _route(decides, pools), threads, _grid, lambda _: shared_bytes)
 
 
-def route_kernel(experts: int, top_k: int, *, decides: bool) -> GpuKernel:
+def route_kernel(experts: int, top_k: int, *, decides: bool, pools: bool = False) -> GpuKernel:
     """Return `route` of `routed.py`: a block for each row, a thread for each expert.
 
     decides   who comes to a slot: for a single row
+    pools     and who goes to the CPU: for a row that decides
 
     UnsupportedDevice for more experts than a block has threads, or more of them for each row than
     a block has room for.
@@ -362,4 +376,4 @@ def route_kernel(experts: int, top_k: int, *, decides: bool) -> GpuKernel:
             f"not {top_k:,} of {experts:,}",
             hint="compute on the processor: --device host",
         )
-    return _of_threads(WARP * blocks_of(experts, WARP), decides)
+    return _of_threads(WARP * blocks_of(experts, WARP), decides, pools)

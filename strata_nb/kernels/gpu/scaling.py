@@ -35,7 +35,6 @@ from strata_nb.kernels.gpu.weights import place_of
 from strata_nb.packing import fields
 
 T = TensorType
-
 BEYOND = 0x4B400000  # the bits of 1.5 * 2 ** 23
 _SHIFT = 12_582_912.0  # that number
 
@@ -49,7 +48,7 @@ class Scaling(NamedTuple):
     of_rows      floats of a row's: 1 (its scale), 2 (and the sum of its quants), 4 (and the sums of
                  their halves, and nothing)
     record       (found, group, rows_in_group, row, sub_blocks, s) -> the floats of an output; found
-                 is what `Decoder.unpack` returned
+                 is what `Decoder.unpack` returned. None where `fragments.py` has them
     add          (total, low, high, record, row) -> total and a product; low and high are the bits
                  of its sums, of halves where they are apart. In pairs the four come twice
     """
@@ -58,7 +57,7 @@ class Scaling(NamedTuple):
     in_pairs: bool
     of_weights: int
     of_rows: int
-    record: Function
+    record: Function | None
     add: Function
 
 
@@ -107,27 +106,9 @@ def _times(bits: Any, step: Any) -> Any:
     return fma(f32_of_bits(bits), step, f32(-_SHIFT) * step)
 
 
-def _with_minima(kind: TensorType) -> Scaling:
-    """Of Q4_K and Q5_K: records are scale and minimum of six bits, then their two halves."""
-    steps_at = place_of(fields(kind)["group_scales"])
-    bounds_at = place_of(fields(kind)["scale+minimum"])
-
-    def record(
-        _found: Any, group: int, rows_in_group: int, row: int, sub_blocks: int, s: int
-    ) -> Any:
-        blocks, block, inner = sub_blocks >> 3, s >> 3, s & 7
-        place = steps_at(group, rows_in_group, row, blocks, 3 * block)
-        a, b = load_i32(place), load_i32(place + 4 * rows_in_group)
-        high = load_i32(place + 8 * rows_in_group)
-        bounds = load_i32(bounds_at(group, rows_in_group, row, blocks, block))
-        step = a >> 4 * inner & 15 | (high >> 2 * inner & 3) << 4
-        least = b >> 4 * inner & 15 | (high >> 16 + 2 * inner & 3) << 4
-        return (
-            f32_of_i32(i32(step)),
-            f32_of_i32(i32(least)),
-            f32_of_half(bounds),
-            f32_of_half(bounds >> 16),
-        )
+def _with_minima(_: TensorType) -> Scaling:
+    """Of Q4_K and Q5_K: records are the scale's six bits, the minimum, the scale's half; those of
+    rows a scale and the sum of the quants times it."""
 
     def add(
         total: Any,
@@ -142,26 +123,15 @@ def _with_minima(kind: TensorType) -> Scaling:
     ) -> Any:
         product = _times(low, record[0]) * row[0]
         product = fma(_times(other_low, other[0]), other_row[0], product)
-        minimum = row[1] * record[1] * row[0]
-        minimum = fma(other_row[1] * other[1], other_row[0], minimum)
-        return fma(-record[3], minimum, fma(record[2], product, total))
+        total = fma(record[2], product, total)
+        total = fma(-record[1], row[1], total)
+        return fma(-other[1], other_row[1], total)
 
-    return Scaling(False, True, 4, 2, record, add)
+    return Scaling(False, True, 0, 2, None, add)
 
 
-def _of_halves(kind: TensorType) -> Scaling:
+def _of_halves(_: TensorType) -> Scaling:
     """Of Q6_K: records are the scales of the halves, signed bytes, and their half."""
-    steps_at = place_of(fields(kind)["group_scales"])
-    scale_at = place_of(fields(kind)["scale"])
-
-    def record(
-        _found: Any, group: int, rows_in_group: int, row: int, sub_blocks: int, s: int
-    ) -> Any:
-        blocks = sub_blocks >> 3
-        step = load_u16(steps_at(group, rows_in_group, row, blocks, s))
-        scale = f32_of_half(load_u16(scale_at(group, rows_in_group, row, blocks, s >> 3)))
-        lower, upper = i32(i32(step << 24) >> 24), i32(i32(step << 16) >> 24)
-        return f32_of_i32(lower), f32_of_i32(upper), scale, f32(0.0)
 
     def add(
         total: Any,
@@ -179,7 +149,7 @@ def _of_halves(kind: TensorType) -> Scaling:
         product = fma(second, other_row[0], first * row[0])
         return fma(record[2], product, total)
 
-    return Scaling(True, True, 4, 1, record, add)
+    return Scaling(True, True, 0, 1, None, add)
 
 
 def _of_points(kind: TensorType) -> Scaling:

@@ -133,10 +133,12 @@ def _add_pair(
     one_scale, other_scale = two_scales(x, sub_blocks, quarter, tile)
     product = f32_of_i32(i32(first * (steps & 63))) * one_scale
     product = fma(f32_of_i32(i32(second * (steps >> 8 & 63))), other_scale, product)
-    minimum = f32_of_i32(i32(one_sum * (steps >> 16 & 63))) * one_scale
-    minimum = fma(f32_of_i32(i32(other_sum * (steps >> 24 & 63))), other_scale, minimum)
     total = fma(f32_of_half(bounds), product, total)
-    return fma(-f32_of_half(bounds >> 16), minimum, total)
+    least = f32_of_half(bounds >> 16)
+    one_least = least * f32_of_i32(i32(steps >> 16 & 63))
+    other_least = least * f32_of_i32(i32(steps >> 24 & 63))
+    total = fma(-one_least, f32_of_i32(one_sum) * one_scale, total)
+    return fma(-other_least, f32_of_i32(other_sum) * other_scale, total)
 
 
 def _shared_words(kind: TensorType) -> Function:

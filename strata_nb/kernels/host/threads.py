@@ -16,16 +16,21 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba.core import types
 
-from strata_nb.compiling import address_of, compiled, inlined, instruction
+from strata_nb.compiling import address_of, compiled, inlined
 from strata_nb.errors import StrataError
 from strata_nb.kernels.host.operations import Function, HostKernel
+from strata_nb.kernels.host.waiting import (
+    pause,
+    semaphore_make,
+    semaphore_post,
+    semaphore_wait,
+    yield_processor,
+)
 from strata_nb.raw_memory import (
     add_atomic,
     call_address,
@@ -47,74 +52,6 @@ _STOP = -1  # as the last launch: the workers end
 _LAUNCH_WORDS = 3  # function, arguments, whether it waits
 
 
-# -- what the machine offers -----------------------------------------------------------------------
-
-
-def _system(name: str, *arguments: ir.Type) -> Callable[..., Any]:
-    """Return a function of the C library that takes an address, or nothing, and returns int."""
-
-    def emit(_: Any, builder: Any, _typed: Any, values: Sequence[Any]) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), arguments)
-        module = builder.module
-        found = module.globals.get(name) or ir.Function(module, kind, name)
-        pointers = [builder.inttoptr(value, kind.args[0]) for value in values]
-        return builder.sext(builder.call(found, pointers), ir.IntType(64))
-
-    if arguments:
-
-        @instruction
-        def of_address(_: Any, address: Any) -> Any:
-            return types.int64(types.int64), emit
-
-        return of_address
-
-    @instruction
-    def plain(_: Any) -> Any:
-        return types.int64(), emit
-
-    return plain
-
-
-_POINTER = ir.IntType(8).as_pointer()
-_yield_processor = _system("sched_yield")
-_semaphore_wait = _system("sem_wait", _POINTER)
-_semaphore_post = _system("sem_post", _POINTER)
-
-
-@instruction
-def _semaphore_init(_: Any, address: Any) -> Any:
-    """Make a semaphore of value 0 for the threads of this process."""
-
-    def emit(_: Any, builder: Any, _typed: Any, values: Sequence[Any]) -> Any:
-        number = ir.IntType(32)
-        kind = ir.FunctionType(number, [_POINTER, number, number])
-        name = "sem_init"
-        found = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        zero = ir.Constant(number, 0)
-        made = builder.call(found, [builder.inttoptr(values[0], _POINTER), zero, zero])
-        return builder.sext(made, ir.IntType(64))
-
-    return types.int64(types.int64), emit
-
-
-@instruction
-def _pause(_: Any) -> Any:
-    """Let the other thread of this core work for a moment, where the machine has a word for it."""
-
-    def emit(context: Any, builder: Any, _typed: Any, _values: Any) -> Any:
-        if _for_x86():
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=kind), [])
-        return context.get_dummy_value()
-
-    return types.void(), emit
-
-
-def _for_x86() -> bool:
-    """Return whether compiled code is for an x86 processor."""
-    return os.uname().machine in ("x86_64", "i686")
-
-
 # -- the compiled threads --------------------------------------------------------------------------
 
 
@@ -125,9 +62,9 @@ def _wait_for_change(place: int, known: int) -> None:
     while load_atomic(place) == known:
         if spins < _SPINS:
             spins += 1
-            _pause()
+            pause()
         else:
-            _yield_processor()
+            yield_processor()
 
 
 @inlined
@@ -166,16 +103,16 @@ def _work(state: int, thread: int, threads: int) -> None:
         while load_atomic(state + 8 * _GENERATION) == known:
             waits += 1
             if waits < _SPINS:
-                _pause()
+                pause()
             elif waits < _SPINS + _YIELDS:
-                _yield_processor()
+                yield_processor()
             else:
                 store_atomic(sleeps, 1)
                 # Who announces looks at `sleeps` after it changed the generation, so one of the
                 # two sees the other; who takes the 1 back decides whether there is a post to take.
                 changed = load_atomic(state + 8 * _GENERATION) != known
                 if not changed or swap_atomic(sleeps, 0) == 0:
-                    while _semaphore_wait(semaphore) != 0:
+                    while semaphore_wait(semaphore) != 0:
                         pass
                 waits = 0
         known += 1
@@ -190,7 +127,7 @@ def _announce(state: int, threads: int) -> None:
     for worker in range(threads - 1):
         own = state + 8 * (_WORKERS + worker * _WORKER_LINES * _LINE)
         if load_atomic(own) and swap_atomic(own, 0):
-            _semaphore_post(own + 8 * _LINE)
+            semaphore_post(own + 8 * _LINE)
 
 
 @compiled("void(int64,int64)")
@@ -209,7 +146,7 @@ def _stop(state: int, threads: int) -> None:
 @compiled("void(int64,int64)")
 def _make_semaphores(state: int, threads: int) -> None:
     for worker in range(threads - 1):
-        _semaphore_init(state + 8 * (_WORKERS + (worker * _WORKER_LINES + 1) * _LINE))
+        semaphore_make(state + 8 * (_WORKERS + (worker * _WORKER_LINES + 1) * _LINE))
 
 
 FUNCTIONS = (_make_semaphores, _work, _lead, _stop)

@@ -1,0 +1,205 @@
+"""Let the CPU compute some of the experts that a card misses, and say how many.
+
+A card that misses experts reads them over its link, which is slower than the host's memory. The
+CPU reads that memory at the same time, so it computes some of them where they are (`cpu_pool.py`,
+`kernels/gpu/pooled.py`). Both end at the same time if each has a share as large as its rate; the
+plan of a window says which (`fill_plans.py`).
+
+The share begins with what link and CPU do alone (`link_rate.py`, `pool_rate.py`). Both read the
+same memory, so while they run it follows what is measured: how long the card needs for its part of
+the layers with posts, and how long the pool for its own. It leans to the link: who crosses that may
+stay on the card. `--pcie-frac F` fixes it.
+
+A card that waits too long for an answer gives up, once, and says so with the window. That request
+fails; from then on all missed experts go over the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from strata_nb.backend import Backend
+from strata_nb.cpu_pool import CpuPool, PoolLayer, pool_threads
+from strata_nb.errors import StrataError
+from strata_nb.fill_plans import SHARE_UNITS
+from strata_nb.formats import row_bytes
+from strata_nb.kernels import pool_state
+from strata_nb.kernels.gpu.pooled import PoolPlaces
+from strata_nb.link_rate import link_rate
+from strata_nb.models.description import Description
+from strata_nb.models.places import ExpertPart
+from strata_nb.models.tensors import EXPERT_PARTS
+from strata_nb.options import Options
+from strata_nb.packing import GROUP_ROWS, UNPACKED
+from strata_nb.pool_rate import pool_rate
+
+WINDOWS = 16  # after which the share follows what was measured
+FOLLOWS = 0.25  # of the way to what would have been right for those
+# Times the share with which both end at the same time. In replays of routes like those of text, with
+# 10 to 50% of the experts in slots, tokens took 1 to 3% less with it than without.
+LEANS = 0.9
+LEAST_POSTS = 64  # of these windows; fewer say little
+
+
+class Served(NamedTuple):
+    """Say what the CPU did since the start.
+
+    experts, bytes   that it computed with, in all windows, dropped ones too
+    waited_s         that the card waited for it
+    """
+
+    experts: int
+    bytes: int
+    waited_s: float
+
+
+class DevicePool:
+    """Wake a pool for windows and set its share; call under the model's lock.
+
+    share   of the missed of a row, in parts of SHARE_UNITS, that the next window leaves to the CPU
+    """
+
+    def __init__(self, pool: CpuPool, share: float, say: Callable[[str], None], *, follows: bool):
+        """`share` is 0 to 1; `follows`: it changes with what is measured."""
+        self.share = _in_units(share)
+        self._pool, self._say, self._follows = pool, say, follows
+        self._exact = share
+        self._is_on = True
+        self._windows = 0  # since the share was looked at
+        self._seen = np.zeros(pool_state.WORDS, np.int64)
+        self._latest = self._seen.copy()
+        self._seen_busy_s = 0.0
+
+    def awake(self) -> None:
+        """Have the threads look for posts: a window begins."""
+        if self._is_on:
+            self._pool.awake()
+
+    def rest(self) -> None:
+        """Let the threads sleep soon: nothing is in flight."""
+        self._pool.rest()
+
+    def landed(self, words: npt.NDArray[np.int64]) -> None:
+        """Take the state of the card behind a window, which has ended.
+
+        words   int64 (WORDS,), of `pool_state`
+
+        StrataError where the window waited in vain: its results are wrong.
+        """
+        if not self._is_on:
+            return
+        self._latest = words.copy()
+        error = int(words[pool_state.ERROR // 8])
+        if error:
+            self._give_up(error)
+        self._windows += 1
+        if self._windows >= WINDOWS and self._follows:
+            self._follow()
+
+    def served(self) -> Served:
+        waited_s = int(self._latest[pool_state.WAITED_NS // 8]) * 1e-9
+        return Served(self._pool.experts, self._pool.bytes, waited_s)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _give_up(self, error: int) -> None:
+        self._is_on, self.share = False, 0
+        self._pool.rest()
+        if error == pool_state.LATE:
+            why = f"no answer within {pool_state.DEADLINE_NS * 1e-9:.0f} s"
+        else:
+            why = "it was told to wait no longer"
+        found = self._pool.failure
+        why = f"{why}: {found}" if found else why
+        self._say("the CPU computes no more experts: all that are missed go over the link")
+        raise StrataError(
+            f"the card waited for experts that the CPU computes, and there was {why}",
+            hint="ask again: from now on the card computes all of them (--no-cpu-pool: always)",
+        )
+
+    def _follow(self) -> None:
+        """Move the share towards what would have had both end at the same time."""
+        new, busy_s = self._latest - self._seen, self._pool.busy_s - self._seen_busy_s
+        if new[pool_state.POSTS // 8] < LEAST_POSTS:
+            return
+        self._windows, self._seen = 0, self._latest
+        self._seen_busy_s += busy_s
+        alone_s = int(new[pool_state.ALONE_NS // 8]) * 1e-9
+        by_link, by_cpu = (
+            int(new[place // 8]) for place in (pool_state.BESIDE, pool_state.CHOICES)
+        )
+        if alone_s <= 0 or busy_s <= 0 or not by_link:
+            return
+        link, cpu = by_link / alone_s, by_cpu / busy_s
+        self._exact += FOLLOWS * (LEANS * cpu / (cpu + link) - self._exact)
+        self.share = _in_units(self._exact)
+
+
+Parts = Sequence[Mapping[str, ExpertPart]]  # of each layer, by the names of `EXPERT_PARTS`
+
+
+def why_no_pool(options: Options, backend: Backend[Any], parts: Parts) -> str | None:
+    """Return why a device that misses experts leaves none to the CPU; None where it does."""
+    if not options.cpu_pool:
+        return "--no-cpu-pool"
+    if options.deterministic:
+        return "--deterministic"
+    if options.pcie_frac != "auto" and float(options.pcie_frac) == 1:
+        return "--pcie-frac 1"
+    if pool_threads(options.threads) == 0:
+        return "fewer than three processors"
+    if any(part.kind in UNPACKED for of_layer in parts for part in of_layer.values()):
+        return "experts of floats"
+    return None
+
+
+def pool_places(backend: Backend[Any], model: Description, parts: Parts) -> PoolPlaces:
+    """Have programs that are compiled from now on leave missed experts to the CPU."""
+    downs = [of_layer[EXPERT_PARTS[2]].kind for of_layer in parts]
+    idle_bytes = max(GROUP_ROWS * row_bytes(kind, model.expert_width) for kind in downs)
+    return backend.open_pool(model.width, -(-idle_bytes // 256) * 256)
+
+
+def open_device_pool(
+    backend: Backend[Any],
+    places: PoolPlaces,
+    layers: Sequence[PoolLayer],
+    options: Options,
+    top_k: int,
+    say: Callable[[str], None],
+) -> DevicePool:
+    """Start a pool for a device whose programs know of it; all experts are loaded."""
+    threads, follows = pool_threads(options.threads), options.pcie_frac == "auto"
+    share = 1 - float(options.pcie_frac) if not follows else 0.5
+    if follows:
+        cpu = pool_rate(layers, threads, max(1, top_k // 2))
+        link = link_rate(backend.driver, backend.device).bytes_per_s
+        share = LEANS * cpu / (cpu + link)
+    return DevicePool(CpuPool(places.box, layers, threads), share, say, follows=follows)
+
+
+def _in_units(share: float) -> int:
+    return round(share * SHARE_UNITS)
+
+
+def pool_layers(
+    parts: Parts, width: int, inner: int, homes: npt.NDArray[np.int64]
+) -> list[PoolLayer]:
+    """Return what a pool needs of layers.
+
+    homes   (layers, experts): addresses of the blobs, which who calls keeps
+    """
+    experts = homes.shape[1]
+    layers = []
+    for layer, of_layer in enumerate(parts):
+        gate, up, down = (of_layer[name] for name in EXPERT_PARTS)
+        kinds = gate.kind, up.kind, down.kind
+        offsets = gate.offset, up.offset, down.offset
+        addresses = int(homes.ctypes.data) + 8 * experts * layer
+        layers.append(PoolLayer(*kinds, *offsets, width, inner, experts, addresses))
+    return layers

@@ -1,0 +1,267 @@
+"""Experts of a single row that the CPU computes while the card computes others.
+
+The CPU reads experts where they are, so those that are computed there need not cross the link: the
+two read the same memory at the same time. `route` says who goes to the CPU (BY_CPU of a word of
+`blobs`); the CPU's side is `cpu_pool.py`, and between them is a mailbox (`kernels/mailbox.py`).
+
+    expert_gate_up   the first block of the first such choice posts the row and all such choices;
+                     all blocks of such choices leave
+    expert_down      passes over them. The last block of all waits for the answer, adds it to the
+                     row, and then norms it, where a norm follows
+
+So the card waits once for a layer, behind all that it has to do itself, and for nothing in a layer
+that posted nothing. It does not wait for ever: after DEADLINE_NS, or when the mailbox says ABORT,
+it notes an error (`kernels/pool_state.py`) that comes back with the window, whose results are
+wrong.
+
+What a row becomes depends on who computed which expert, in the order of a sum.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from strata_nb.formats import TensorType
+from strata_nb.kernels import mailbox
+from strata_nb.kernels.gpu.experts import expert_gate_up_kernel, passing_down_kernel
+from strata_nb.kernels.gpu.filling import BY_CPU, COMES, IN_HOST_MEMORY
+from strata_nb.kernels.gpu.intrinsics import (
+    await_previous,
+    barrier,
+    bits_of_f32,
+    block_x,
+    block_z,
+    i32,
+    i64,
+    load_4xi32,
+    load_f32,
+    load_i64,
+    load_system_i64,
+    nanoseconds,
+    shared_load_i32,
+    shared_store_i32,
+    store_4xi32,
+    store_f32,
+    store_i64,
+    store_system_i64,
+    thread_index,
+)
+from strata_nb.kernels.gpu.operations import Function, GpuKernel
+from strata_nb.kernels.pool_state import (
+    ABORTED,
+    ALONE_NS,
+    BESIDE,
+    CHOICES,
+    DEADLINE_NS,
+    ERROR,
+    LATE,
+    POSTED_AT,
+    POSTS,
+    WAITED_NS,
+)
+
+
+class PoolPlaces(NamedTuple):
+    """Say where a card finds what it shares with the CPU.
+
+    box     the mailbox, in memory of the host
+    state   words of `pool_state.py`, in the card's own
+    idle    there too: as many bytes as eight rows of any down have
+    """
+
+    box: int
+    state: int
+    idle: int
+
+
+def _number_by_cpu(blobs: int, count: Any) -> Any:
+    """Return how many of the first choices of a row go to the CPU."""
+    return _number_of(blobs, count, BY_CPU, BY_CPU)
+
+
+def _number_of(blobs: int, count: Any, mask: Any, least: Any) -> Any:
+    """Return of how many of the first choices of a row the word has `least` at least, masked."""
+    found, k = i64(0), i64(0)
+    while k < count:
+        found += 1 if load_i64(blobs + 8 * k) & mask >= least else 0
+        k += 1
+    return found
+
+
+# -- posting ---------------------------------------------------------------------------------------
+
+
+@cache
+def _poster(threads: int) -> Function:
+    """Return a device function by which a block posts a layer's message."""
+
+    def post(
+        blobs: int,
+        chosen: int,
+        shares: int,
+        x: int,
+        row_bytes: int,
+        top_k: int,
+        layer: int,
+        box: int,
+        state: int,
+        thread: int,
+    ) -> None:
+        place = 16 * thread
+        while place < row_bytes:
+            a, b, c, d = load_4xi32(x + place)
+            store_4xi32(box + mailbox.ROW + place, a, b, c, d)
+            place += 16 * threads
+        if thread < top_k and load_i64(blobs + 8 * thread) & BY_CPU != 0:
+            number = _number_by_cpu(blobs, thread)
+            choice = box + mailbox.CHOICES + mailbox.CHOICE_BYTES * number
+            store_i64(choice, load_i64(chosen + 8 * thread))
+            share = bits_of_f32(load_f32(shares + 4 * thread))
+            store_i64(choice + mailbox.SHARE, i64(share))
+        if thread == 0:
+            store_i64(box + mailbox.LAYER, layer)
+            store_i64(box + mailbox.COUNT, _number_by_cpu(blobs, top_k))
+        barrier()
+        if thread == 0 and load_i64(state + ERROR) == 0:
+            count = _number_by_cpu(blobs, top_k)
+            missed = _number_of(blobs, top_k, BY_CPU | COMES | IN_HOST_MEMORY, 1)
+            store_i64(state + CHOICES, load_i64(state + CHOICES) + count)
+            store_i64(state + BESIDE, load_i64(state + BESIDE) + missed - count)
+            number = load_i64(state + POSTS) + 1
+            store_i64(state + POSTS, number)
+            store_i64(state + POSTED_AT, nanoseconds())
+            store_system_i64(box + mailbox.POSTED, number)
+
+    return post
+
+
+@cache
+def pool_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs: int) -> GpuKernel:
+    """Return `pool_gate_up` of `routed.py`: `expert_gate_up` of packed weights, which posts."""
+    kernel = expert_gate_up_kernel(gate, up, values, outputs)
+    product, post = kernel.function, _poster(kernel.threads)
+
+    def pool_gate_up(
+        rows: int,
+        blobs: int,
+        sources: int,
+        x: int,
+        inner: int,
+        packed: int,
+        gate_offset: int,
+        up_offset: int,
+        top_k: int,
+        values: int,
+        outputs: int,
+        row_bytes: int,
+        chosen: int,
+        shares: int,
+        layer: int,
+        box: int,
+        state: int,
+    ) -> None:
+        choice = i64(block_x())
+        await_previous()
+        if load_i64(rows) > 0 and load_i64(blobs + 8 * choice) & BY_CPU != 0:
+            if block_z() == 0 and _number_by_cpu(blobs, choice) == 0:
+                thread = i64(thread_index())
+                post(blobs, chosen, shares, x, row_bytes, top_k, layer, box, state, thread)
+            return
+        product(
+            rows,
+            blobs,
+            sources,
+            x,
+            inner,
+            packed,
+            gate_offset,
+            up_offset,
+            top_k,
+            values,
+            outputs,
+            row_bytes,
+        )
+
+    return kernel._replace(name=f"{kernel.name}_pool", function=pool_gate_up)
+
+
+# -- the answer ------------------------------------------------------------------------------------
+
+
+def _await_answer(box: int, state: int) -> Any:
+    """Wait for the answer to the latest post; return 1 if it is there, 0 where it will not come."""
+    begin, number = nanoseconds(), load_i64(state + POSTS)
+    error, now = load_i64(state + ERROR), begin
+    store_i64(state + ALONE_NS, load_i64(state + ALONE_NS) + begin - load_i64(state + POSTED_AT))
+    if error != 0:
+        return i32(0)
+    while error == 0 and load_system_i64(box + mailbox.ANSWERED) < number:
+        now = nanoseconds()
+        if load_system_i64(box + mailbox.ABORT) != 0:
+            error = i64(ABORTED)
+        elif now - begin > DEADLINE_NS:
+            error = i64(LATE)
+    store_i64(state + WAITED_NS, load_i64(state + WAITED_NS) + now - begin)
+    if error != 0:
+        store_i64(state + ERROR, error)
+        store_system_i64(box + mailbox.ABORT, 1)
+    return i32(1 if error == 0 else 0)
+
+
+@cache
+def answer_taker(width: int, threads: int, place: int) -> Function:
+    """Return a device function by which the last block of a launch adds the answer to a row.
+
+    take(blobs, top_k, y, box, state, thread); a barrier must follow before y is read
+
+    width   of the row
+    place   offset of four bytes of shared memory
+    """
+    answer = mailbox.answer_offset(width)
+
+    def take(blobs: int, top_k: int, y: int, box: int, state: int, thread: int) -> None:
+        if _number_by_cpu(blobs, top_k) == 0:
+            return
+        if thread == 0:
+            shared_store_i32(place, _await_answer(box, state))
+        barrier()
+        if shared_load_i32(place) != 0:
+            value = thread
+            while value < width:
+                target = y + 4 * value
+                store_f32(target, load_f32(target) + load_f32(box + answer + 4 * value))
+                value += threads
+
+    return take
+
+
+@cache
+def pool_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) -> GpuKernel:
+    """Return `pool_down` of `routed.py` without its end: `expert_down` of packed weights, which
+    passes over the experts that the CPU computes. Who takes it in adds the answer: the norm behind
+    it (`last_norm.py`), or `pool_answers.py`."""
+    kernel = passing_down_kernel(kind, values, outputs, top_k)
+    product = kernel.function
+
+    def pool_down(
+        rows: int,
+        blobs: int,
+        sources: int,
+        inner: int,
+        shares: int,
+        y: int,
+        down_offset: int,
+        top_k: int,
+        values: int,
+        outputs: int,
+        box: int,
+        state: int,
+        idle: int,
+    ) -> None:
+        if _number_by_cpu(blobs, top_k) < top_k:
+            product(rows, blobs, sources, inner, shares, y, down_offset, outputs, idle)
+        else:
+            await_previous()
+
+    return kernel._replace(function=pool_down)
