@@ -42,6 +42,8 @@ LENGTHS_OF_PRODUCTS = (
 OF_ALL_LENGTHS = (T.Q4_K, T.IQ2_XS)  # the usual type, and one that needs most registers
 GROUPS = (4, 1, 8)  # heads that share a K/V head
 VOCABULARIES = (258, 4096, 151_936)
+OF_BATCHES = (64, 4096)  # rows: few for a card, and many
+OF_HEADS = {"kv_heads": 1, "table_width": 8}
 EXPERTS = {"outputs": 64, "top_k": 8}
 NAMES = [*(name for name in KERNELS if name not in FUSED), *CARD_KERNELS, *BATCH_KERNELS]
 # Types of each way to multiply that need most registers.
@@ -111,7 +113,7 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     found: Kernels = {}
     for name in NAMES:
         for variant, values in launches_of(name, lengths=lengths):
-            for rows in (1, 8, 64) if name == "linear" and variant in UNPACKED else (1, 8):
+            for rows in _rows_of(name, variant, values, lengths=lengths):
                 for made in shaped_for_card(name, variant, rows=rows, **values):
                     found[made.kernel.name] = made.kernel, made.kinds
             if name == "kv_append":  # which a card launches together with what is before it
@@ -126,6 +128,17 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     for made in (*together, *normed, *routers, *ready):
         found[made.kernel.name] = made.kernel, made.kinds
     return found
+
+
+def _rows_of(
+    name: str, variant: object, values: dict[str, int], *, lengths: bool
+) -> tuple[int, ...]:
+    """Return for how many rows a card may have another kernel."""
+    if name == "linear":
+        return (1, 8, 64) if variant in UNPACKED else (1, 8)
+    usual = name == "attention" and variant == ("f16", "f16")
+    is_taken = usual and (lengths or values["key_length"] == LENGTHS[0])
+    return (1, 8, *OF_BATCHES) if is_taken else (1, 8)
 
 
 def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str, int]]]:
@@ -154,7 +167,7 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
             usual = halves or (length == LENGTHS[0] and (lengths or group == GROUPS[0]))
             if (usual or lengths) and (group == GROUPS[0] or (name == "attention" and usual)):
                 sizes = {"key_length": length, "value_length": length}
-                yield pair, sizes | ({"heads": group, "kv_heads": 1} if name == "attention" else {})
+                yield pair, sizes | (OF_HEADS | {"heads": group} if name == "attention" else {})
     elif name == "rms_norm":
         yield from ((None, {"width": width}) for width in WIDTHS)
     elif name == "sample":
