@@ -318,6 +318,12 @@ def _truncated(x: np.float32) -> int:
     return int(x)
 
 
+def _shifted_down(word: int, bits: int) -> int:
+    if not 0 <= bits < 32:
+        raise KernelFault(f"shifted_down by {bits} bits, which no word is")
+    return _signed((word & 0xFFFFFFFF) >> bits, 32)
+
+
 def _levels_of(word: int, *levels: int) -> tuple[int, int]:
     table = struct.pack("<4i", *levels)
     nibbles = [(byte & 15, byte >> 4 & 15) for byte in _bytes_of(word)]
@@ -365,6 +371,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "square_root": np.sqrt,
     "i32": lambda x: _signed(x, 32),
     "i64": lambda x: x,
+    "shifted_down": _shifted_down,
     "f32_of_i32": np.float32,
     "f32": np.float32,
 }

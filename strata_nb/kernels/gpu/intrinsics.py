@@ -775,6 +775,12 @@ def _convert(kind: str) -> Emit:
 # The lower 32 bits of an integer, as a signed one.
 i32 = Intrinsic("i32", "i32(i64)", body=_convert("i32"))
 i64 = Intrinsic("i64", "i64(i64)", body=_convert("i64"))
+# A word moved down by less than 32 bits, zeros behind it: Python's >> by a variable takes 64 bits.
+shifted_down = Intrinsic(
+    "shifted_down",
+    "i32(i32, i32)",
+    body=lambda builder, arguments: builder.lshr(*arguments),
+)
 # The float nearest to an integer.
 f32_of_i32 = Intrinsic(
     "f32_of_i32",
