@@ -371,6 +371,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "square_root": np.sqrt,
     "i32": lambda x: _signed(x, 32),
     "i64": lambda x: x,
+    "as_one": lambda address: address,
     "shifted_down": _shifted_down,
     "f32_of_i32": np.float32,
     "f32": np.float32,

@@ -34,6 +34,7 @@ from strata_nb.kernels.gpu.filling import (
 from strata_nb.kernels.gpu.floats import EIGHT, FLOATS, lane_product
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
+    as_one,
     await_previous,
     barrier,
     block_x,
@@ -419,7 +420,7 @@ def _packed_down(kind: TensorType, sub_blocks: int, is_whole: bool, top_k: int) 
         if item >= items or turn >= turns:
             return f32(0.0)
         if tile < tiles:
-            x = inner + SUB_BLOCK_BYTES * sub_blocks * (item >> part_bits)
+            x = as_one(inner + SUB_BLOCK_BYTES * sub_blocks * (item >> part_bits))
             total = add_tile(total, words, x, quarter, tile)
         if turn % each < each - 1:
             return total

@@ -130,6 +130,18 @@ def _shared(builder: Any, offset: Any, kind: Any) -> Any:
     return builder.bitcast(place, kind.as_pointer(_SHARED))
 
 
+def _amd_as_one(builder: Any, arguments: list[Any]) -> Any:
+    """Say that the address may be another one, as far as LLVM is to know."""
+    ir = _ir()
+    kind = ir.IntType(8).as_pointer()
+    name = "llvm.launder.invariant.group.p0"
+    found = builder.module.globals.get(name) or ir.Function(
+        builder.module, ir.FunctionType(kind, [kind]), name
+    )
+    pointer = builder.inttoptr(arguments[0], kind)
+    return builder.ptrtoint(builder.call(found, [pointer]), arguments[0].type)
+
+
 def _load(stored: str, result: str, place: Callable[..., Any], *, constant: bool) -> Emit:
     """Return what loads one value, widened with zeros to its result.
 
@@ -195,6 +207,12 @@ def _store(stored: str, place: Callable[..., Any]) -> Emit:
 
     return emit
 
+
+# The same address, whose parts a compiler does not see. AMD's keeps each sum of some of them that a
+# loop does not change in registers of its own; NVIDIA's computes them again.
+as_one = Intrinsic(
+    "as_one", "i64(i64)", ptx=lambda builder, arguments: arguments[0], amdgpu=_amd_as_one
+)
 
 # Of memory that a kernel may also write. Addresses are multiples of the size.
 load_f32 = Intrinsic("load_f32", "f32(i64)", body=_load("f32", "f32", _global, constant=False))
