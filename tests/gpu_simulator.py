@@ -399,6 +399,8 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
         return await_previous
     if name == "hold":
         return lambda _: None
+    if name == "keep":
+        return lambda: None
     if name == "prefetch":
 
         def prefetch(address: int, size: int) -> None:

@@ -5,9 +5,10 @@ one row over all its experts: products of single experts are not kept, and nothi
 blocks. Blocks of the same outputs and other choices follow each other, so that of two rows with the
 same expert the second finds in the card's cache what the first has read.
 
-Both are bound by memory and short: a block asks for all of its weights as soon as it knows where
-they are, and then goes through them a tile at a time. `expert_down` knows before the launch before
-it has ended, because `route` was two launches ago.
+Both are bound by memory and short. A warp of `expert_gate_up` reads a tile of gate and one of up,
+all of them before it multiplies; to ask for the other tiles meanwhile, through the card's cache,
+takes longer than not to. `expert_down` knows where its weights are before the launch before it has
+ended, because `route` was two launches ago, and asks for all of them.
 
 Of an expert without a slot nothing is asked for ahead: host memory is read once, by who uses it.
 One that comes to a slot is brought there by all blocks, each what it reads (`filling.py`).
@@ -44,6 +45,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     fma,
     i32,
     i64,
+    keep,
     load_f32,
     load_i64,
     prefetch,
@@ -146,6 +148,17 @@ _PART_BITS = (WARP * _GROUPS).bit_length() - 1  # of the number of a thread, bel
 _SUMS_BYTES = 4 * SUB_BLOCK
 # What these decode does not fit 64 registers.
 _WIDE = {TensorType.Q3_K, TensorType.IQ2_S, TensorType.IQ1_M}
+# Nor does a tile of gate and one of up, read together, of these.
+_LARGE = {
+    TensorType.Q2_K,
+    TensorType.Q4_0,
+    TensorType.Q4_1,
+    TensorType.Q5_0,
+    TensorType.Q5_1,
+    TensorType.Q6_K,
+    TensorType.Q8_0,
+    TensorType.IQ3_XXS,
+}
 
 
 def _gate_up_grid(arguments: Arguments, most_rows: int) -> Grid:
@@ -194,11 +207,10 @@ def _packed_gate_up(
     fill_up = table_filler(up_kind, up_table, _GATE_UP_THREADS)
     gate_bytes = row_bytes_of(gate_kind)(sub_blocks)
     up_bytes = row_bytes_of(up_kind)(sub_blocks)
-    ask_gate = _asker(gate_kind, sub_blocks, is_whole)
-    ask_up = _asker(up_kind, sub_blocks, is_whole)
     bring_gate = bringer(_in_sixteens(gate_bytes), _GATE_UP_THREADS)
     bring_up = bringer(_in_sixteens(up_bytes), _GATE_UP_THREADS)
     tiles = tiles_of(sub_blocks)
+    are_kept = not {gate_kind, up_kind} & (_WIDE | _LARGE)
 
     def expert_gate_up(
         rows: int,
@@ -230,10 +242,6 @@ def _packed_gate_up(
         word = load_i64(blobs + 8 * choice)
         of_block = min(outputs - block, SUB_BLOCK)
         before_gate, before_up = gate_offset + block * gate_bytes, up_offset + block * up_bytes
-        if thread == 0:
-            ask_gate(word, before_gate, of_block)
-        if thread == WARP:
-            ask_up(word, before_up, of_block)
         if word & COMES != 0:
             source = load_i64(sources + 8 * choice)
             bring_gate(word, source, before_gate, of_block * gate_bytes, thread)
@@ -251,6 +259,8 @@ def _packed_gate_up(
             while tile < tiles:
                 gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
                 up_words = read_up(of_up, rows_here, row, quarter, tile)
+                if are_kept:
+                    keep()
                 gate = add_gate(gate, gate_words, of_row, quarter, tile)
                 up = add_up(up, up_words, of_row, quarter, tile)
                 tile += PARTS

@@ -349,6 +349,10 @@ hold = Intrinsic(
     amdgpu=_nothing,
 )
 
+# Loads in front of it stay there: without it a compiler that saves registers asks for some of them
+# when others have come. All lanes of a warp meet.
+keep = Intrinsic("keep", "void()", ptx=since(90, "bar.warp.sync -1;", ""), amdgpu=_nothing)
+
 # Ask for bytes to be brought into the card's cache: address and size are multiples of 16. It
 # changes nothing but the time that loads of them take.
 prefetch = Intrinsic(
