@@ -41,6 +41,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     block_x,
     block_y,
     block_z,
+    early,
     f32,
     fma,
     i32,
@@ -210,7 +211,26 @@ def _packed_gate_up(
     bring_gate = bringer(_in_sixteens(gate_bytes), _GATE_UP_THREADS)
     bring_up = bringer(_in_sixteens(up_bytes), _GATE_UP_THREADS)
     tiles = tiles_of(sub_blocks)
+    turns, is_full = blocks_of(tiles, PARTS), tiles % PARTS == 0
     are_kept = not {gate_kind, up_kind} & (_WIDE | _LARGE)
+
+    def add_both(
+        gate: Any,
+        up: Any,
+        of_gate: int,
+        of_up: int,
+        rows_here: int,
+        row: int,
+        quarter: int,
+        tile: int,
+        x: int,
+    ) -> Any:
+        gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
+        up_words = read_up(of_up, rows_here, row, quarter, tile)
+        if are_kept:
+            keep()
+        gate = add_gate(gate, gate_words, x, quarter, tile)
+        return gate, add_up(up, up_words, x, quarter, tile)
 
     def expert_gate_up(
         rows: int,
@@ -229,9 +249,15 @@ def _packed_gate_up(
         in_row, block = i64(block_y()), SUB_BLOCK * i64(block_z())
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
-        number, part = warp & _GROUPS - 1, thread >> _PART_BITS
-        first, quarter = block + GROUP_ROWS * number, lane >> 3
-        of_row, choice = x + row_bytes * in_row, in_row * top_k + block_x()
+        number, part = warp & _GROUPS - 1, early(thread >> _PART_BITS)
+        # A group behind the last is the last again, and its sums are of no output.
+        first = min(block + GROUP_ROWS * number, outputs - 1 & -GROUP_ROWS)
+        rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
+        row, quarter = lane & GROUP_ROWS - 1, early(lane >> 3)
+        row = early(row if is_whole else min(row, rows_here - 1))
+        gate_at = early(gate_offset + first * gate_bytes)
+        up_at = early(up_offset + first * up_bytes)
+        of_row, choice = early(x + row_bytes * in_row), in_row * top_k + block_x()
         here = load_i64(rows)
         fill_gate(thread)
         if not is_one_type:
@@ -240,30 +266,24 @@ def _packed_gate_up(
         if in_row >= here:
             return
         word = load_i64(blobs + 8 * choice)
-        of_block = min(outputs - block, SUB_BLOCK)
-        before_gate, before_up = gate_offset + block * gate_bytes, up_offset + block * up_bytes
         if word & COMES != 0:
+            of_block = min(outputs - block, SUB_BLOCK)
+            before_gate, before_up = gate_offset + block * gate_bytes, up_offset + block * up_bytes
             source = load_i64(sources + 8 * choice)
             bring_gate(word, source, before_gate, of_block * gate_bytes, thread)
             bring_up(word, source, before_up, of_block * up_bytes, thread)
             barrier()
             word = load_i64(blobs + 8 * choice)
         blob = word & ADDRESS
-        gate, up = f32(0.0), f32(0.0)
-        if first < outputs:
-            rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
-            row = lane & GROUP_ROWS - 1 if is_whole else min(lane & GROUP_ROWS - 1, rows_here - 1)
-            of_gate = blob + gate_offset + first * gate_bytes
-            of_up = blob + up_offset + first * up_bytes
-            tile = part
-            while tile < tiles:
-                gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
-                up_words = read_up(of_up, rows_here, row, quarter, tile)
-                if are_kept:
-                    keep()
-                gate = add_gate(gate, gate_words, of_row, quarter, tile)
-                up = add_up(up, up_words, of_row, quarter, tile)
-                tile += PARTS
+        of_gate, of_up = blob + gate_at, blob + up_at
+        gate, up, turn = f32(0.0), f32(0.0), 1
+        if is_full or part < tiles:
+            gate, up = add_both(gate, up, of_gate, of_up, rows_here, row, quarter, part, of_row)
+        while turn < turns:
+            tile = part + PARTS * turn
+            if is_full or tile < tiles:
+                gate, up = add_both(gate, up, of_gate, of_up, rows_here, row, quarter, tile, of_row)
+            turn += 1
         gate, up = row_sum(gate), row_sum(up)
         if lane < GROUP_ROWS:
             place = _SUMS_BYTES * part + 4 * (GROUP_ROWS * number + lane)

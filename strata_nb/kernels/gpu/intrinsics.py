@@ -328,6 +328,13 @@ class ConstantTable(Intrinsic):
         return builder.load(place, align=4)
 
 
+def _nvidia_early(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    word = ir.IntType(64)
+    code = ir.InlineAsm(ir.FunctionType(word, [word]), "mov.b64 $0, $1;", "=l,l", True)
+    return builder.call(code, arguments)
+
+
 # -- launches that overlap -------------------------------------------------------------------------
 #
 # A card may start a kernel while the one before it still runs. Every kernel waits here for all that
@@ -348,6 +355,10 @@ hold = Intrinsic(
     ptx=since(90, "{ .reg .pred p; setp.eq.s32 p, $0, 1; @p nanosleep.u32 0; }", "r"),
     amdgpu=_nothing,
 )
+
+# The same number, computed where this stands: a compiler moves it to where it is used otherwise,
+# behind a wait in which there is time for it.
+early = Intrinsic("early", "i64(i64)", ptx=_nvidia_early, amdgpu=lambda _, arguments: arguments[0])
 
 # Loads in front of it stay there: without it a compiler that saves registers asks for some of them
 # when others have come. All lanes of a warp meet.
