@@ -47,7 +47,7 @@ class TimedGraph:
 
     rows      of its launches
     owner     ends it
-    replays   that count
+    replays   that count, None: REPLAYS
     """
 
     def __init__(
@@ -56,13 +56,14 @@ class TimedGraph:
         launches: Sequence[CardLaunch],
         rows: int,
         owner: ExitStack,
-        replays: int = REPLAYS,
+        replays: int | None = None,
     ) -> None:
         for one in launches:
             card._load(one.kernel, one.shared_bytes)
         self._card = card
         self._executable = card._executable(launches, rows, owner)
-        self._events = [card._timed_event(owner) for _ in range(replays + 1)]
+        count = REPLAYS if replays is None else replays
+        self._events = [card._timed_event(owner) for _ in range(count + 1)]
 
     def seconds(self) -> list[float]:
         """Return the seconds of each replay, behind one that is not counted."""
