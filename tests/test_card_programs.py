@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import card_attention
 import card_batches
 import card_graphs
 import card_long
@@ -147,6 +148,17 @@ def test_products_of_a_batch_are_measured(run: Programs) -> None:
         *["expert_down"] * 2,
         "layer",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("card")
+def test_attention_of_a_batch_is_measured(run: Programs) -> None:
+    found = run(card_attention, "--rows=9", "--depths=0,70", "--heads=2,1,64")
+    first, second = found["attention"]
+    assert first["same_bits_as_a_window"]
+    assert second["same_bits_as_a_window"]
+    seen = 9 * 70 + 45
+    assert second["tflops"] == pytest.approx(4 * 2 * 64 * seen / second["us"]["median"] / 1e6)
 
 
 @pytest.mark.usefixtures("card")

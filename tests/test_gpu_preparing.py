@@ -303,7 +303,7 @@ def test_a_single_row_is_made_ready_by_attention_with_the_same_bits(
         assert [one.kernel.name.split("_")[0] for one in together] == ["attention", "combine"]
         layer.run_alone(together)
         other.run_alone(
-            [one for one in with_runs(same[0 if normed else 2 :]) if isinstance(one, CardLaunch)]
+            [one for one in with_runs(same[0 if normed else 2 :], 1) if isinstance(one, CardLaunch)]
         )
         assert np.array_equal(layer.kv.memory, other.kv.memory)
         assert np.array_equal(layer.named["work"], other.named["work"])
@@ -319,7 +319,7 @@ def test_a_single_row_is_made_ready_by_all_blocks_that_share_its_key(
     (attention, combine) = card_launches(tuple(program), 1)
     assert attention.grid(1)[0] == 2 * KV_HEADS
     layer.run_alone([attention, combine])
-    other.run_alone([one for one in with_runs(same) if isinstance(one, CardLaunch)])
+    other.run_alone([one for one in with_runs(same, 1) if isinstance(one, CardLaunch)])
     assert np.array_equal(layer.kv.memory, other.kv.memory)
     assert np.array_equal(layer.named["out"], other.named["out"])
 

@@ -1,4 +1,4 @@
-"""Attention of a prompt batch on a card: as for a window, for a slice of the rows after another.
+"""Attention of a prompt batch by runs on a card: a slice of the rows after another.
 
 Each row's runs of cells need work space, which is large for long contexts: `kernels/runs.py` says
 for how many rows there is room. Launches of a slice name its first row; how many rows it has is
