@@ -101,6 +101,14 @@ def whole_number(arguments: Mapping[str, Any], flag: str, *, least: int = 1) -> 
     return int(text)
 
 
+def whole_numbers(arguments: Mapping[str, Any], flag: str, *, least: int = 1) -> list[int]:
+    """Return the numbers of a list that a flag is given, or end the program likewise."""
+    parts = str(arguments[flag]).split(",")
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise SystemExit(f"{flag} {arguments[flag]}: not usable; whole numbers, {least} or more")
+    return [int(part) for part in parts]
+
+
 def percents(text: str) -> list[int]:
     """Return the whole percents of a list, or end the program and say what is none."""
     parts = [part for part in text.split(",") if part]

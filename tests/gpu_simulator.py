@@ -216,17 +216,17 @@ def _run_warp(
 
 
 def _product(words: Sequence[tuple[Any, ...]]) -> list[tuple[np.float32, ...]]:
-    """Return what each lane gets of C + A @ B: A (16, 8), B (8, 8), C (16, 8), see intrinsics.py.
+    """Return what each lane gets of C + A @ B: A (16, 16), B (16, 8), C (16, 8), see intrinsics.py.
 
-    words   of each lane: two of A, one of B, four floats of C
+    words   of each lane: four of A, two of B, four floats of C
     """
-    lanes = np.array([one[:3] for one in words], np.int32).view(np.float16)
-    lanes = lanes.astype(np.float32).reshape(8, 4, 3, 2)  # (g, t, word, half)
-    a = np.concatenate([lanes[:, :, 0], lanes[:, :, 1]]).reshape(16, 8)
-    b = lanes[:, :, 2].reshape(8, 8).T
-    total = np.array([one[3:] for one in words], np.float32).reshape(8, 4, 2, 2)
+    lanes = np.array([one[:6] for one in words], np.int32).view(np.float16)
+    lanes = lanes.astype(np.float32).reshape(8, 4, 6, 2)  # (g, t, word, half)
+    a = lanes[:, :, :4].reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)
+    b = lanes[:, :, 4:].transpose(2, 1, 3, 0).reshape(16, 8)
+    total = np.array([one[6:] for one in words], np.float32).reshape(8, 4, 2, 2)
     total = total.transpose(2, 0, 1, 3).reshape(16, 8).copy()
-    for k in range(8):
+    for k in range(16):
         total += a[:, k, None] * b[k]
     found = total.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP, 4)
     return [tuple(one) for one in found]
@@ -265,7 +265,7 @@ def _matrices(words: Sequence[tuple[bytearray, int]]) -> list[tuple[int, ...]]:
 # What lanes do together: of the words of each, what each gets.
 _PRODUCTS: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
     "shared_load_matrices": _matrices,
-    "mma_16x8x8": _product,
+    "mma_of_halves": _product,
     "mma_16x8x16": _product_of_bytes,
     "mma_16x8x32": _product_of_bytes,
 }

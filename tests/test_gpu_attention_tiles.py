@@ -18,14 +18,17 @@ from strata_nb.kernels.runs import RUN_CELLS
 HALVES = ("f16", "f16")
 
 
-@pytest.fixture
-def few_warps(gpu: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make blocks of 32 pairs, so that a few rows are several tiles."""
+@pytest.fixture(params=[True, False], ids=["whole", "by runs"])
+def few_warps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make blocks of 32 pairs, so that a few rows are several tiles, each with all runs or some."""
 
-    def small(key_length: int, value_length: int) -> GpuKernel:
-        return tiles_attention_kernel(key_length, value_length, warps=2)
+    def small(key_length: int, value_length: int, *, is_whole: bool) -> GpuKernel:
+        assert is_whole == request.param
+        return tiles_attention_kernel(key_length, value_length, warps=2, is_whole=is_whole)
 
+    monkeypatch.setattr(attention_launches, "MANY_BLOCKS", 1 if request.param else 1 << 20)
     monkeypatch.setattr(attention_launches, "tiles_attention_kernel", small)
+    monkeypatch.setattr(attention_launches, "takes", lambda *_: True)
 
 
 def filled(kv_heads: int, lengths: tuple[int, int], cells: Sequence[int]) -> Store:
@@ -48,10 +51,12 @@ def have_bits_of_windows(
 
 
 @pytest.mark.usefixtures("few_warps")
-@pytest.mark.parametrize("group", [1, 5, 8])
-def test_rows_have_the_bits_of_windows_whatever_heads_share(gpu: Run, group: int) -> None:
-    kv = filled(2, (32, 64), [150])
-    q = random_heads(9, 2 * group, 32)
+@pytest.mark.parametrize(("group", "length"), [(1, 64), (5, 32), (8, 32)])
+def test_rows_have_the_bits_of_windows_whatever_heads_share(
+    gpu: Run, group: int, length: int
+) -> None:
+    kv = filled(2, (length, 64), [150])
+    q = random_heads(9, 2 * group, length)
     assert have_bits_of_windows(gpu, kv, q, [0] * 9, range(141, 150))
 
 

@@ -20,7 +20,7 @@ from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS
 from strata_nb.kernels.gpu.last_norm import with_last_norms
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
-from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
+from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED, WITH_CPU
 from strata_nb.kernels.gpu.router import with_routers
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
@@ -42,6 +42,8 @@ LENGTHS_OF_PRODUCTS = (
 OF_ALL_LENGTHS = (T.Q4_K, T.IQ2_XS)  # the usual type, and one that needs most registers
 GROUPS = (4, 1, 8)  # heads that share a K/V head
 VOCABULARIES = (258, 4096, 151_936)
+OF_BATCHES = (64, 4096)  # rows: few for a card, and many
+OF_HEADS = {"kv_heads": 1, "table_width": 8}
 EXPERTS = {"outputs": 64, "top_k": 8}
 NAMES = [*(name for name in KERNELS if name not in FUSED), *CARD_KERNELS, *BATCH_KERNELS]
 # Types of each way to multiply that need most registers.
@@ -69,10 +71,11 @@ def _normed(kinds: Sequence[T], widths: Sequence[int]) -> Iterator[CardLaunch]:
         for values in LENGTHS_OF_PRODUCTS:
             one = shaped("linear", kind, values=values, outputs=width, add=1)
             yield from card_launches((one, norm), 1)
-        down = shaped_for_card("expert_down", kind, values=768, outputs=width, top_k=8)
-        for made in with_last_norms([*down, norm]):
-            assert isinstance(made, CardLaunch)
-            yield made
+        for name in ("expert_down", "pool_down"):
+            down = shaped_for_card(name, kind, values=768, outputs=width, top_k=8)
+            for made in with_last_norms([*down, norm]):
+                assert isinstance(made, CardLaunch)
+                yield made
 
 
 def _routers(kinds: Sequence[T], widths: Sequence[int]) -> Iterator[CardLaunch]:
@@ -110,7 +113,7 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     found: Kernels = {}
     for name in NAMES:
         for variant, values in launches_of(name, lengths=lengths):
-            for rows in (1, 8, 64) if name == "linear" and variant in UNPACKED else (1, 8):
+            for rows in _rows_of(name, variant, values, lengths=lengths):
                 for made in shaped_for_card(name, variant, rows=rows, **values):
                     found[made.kernel.name] = made.kernel, made.kinds
             if name == "kv_append":  # which a card launches together with what is before it
@@ -127,6 +130,17 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     return found
 
 
+def _rows_of(
+    name: str, variant: object, values: dict[str, int], *, lengths: bool
+) -> tuple[int, ...]:
+    """Return for how many rows a card may have another kernel."""
+    if name == "linear":
+        return (1, 8, 64) if variant in UNPACKED else (1, 8)
+    usual = name == "attention" and variant == ("f16", "f16")
+    is_taken = usual and (lengths or values["key_length"] == LENGTHS[0])
+    return (1, 8, *OF_BATCHES) if is_taken else (1, 8)
+
+
 def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str, int]]]:
     """Yield a variant and the arguments that decide about code, for each code of a kernel."""
     axis = KERNELS[name].axis if name in KERNELS else None
@@ -137,6 +151,10 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
         yield from ((kind, {}) for kind in kinds)
     elif name == "expert_fill":
         yield from ((None, {"experts": experts}) for experts, _ in ROUTERS)
+    elif name.startswith("pool_"):
+        for kind in sorted(PACKED) if lengths else OF_ALL_LENGTHS[:1]:
+            variant = (kind, kind) if name == "pool_gate_up" else kind
+            yield variant, {"values": LENGTHS_OF_PRODUCTS[0], **EXPERTS}
     elif axis == "weights" or name.startswith("expert_"):
         for kind in KINDS:
             count = 3 if lengths or kind in OF_ALL_LENGTHS else 1
@@ -149,7 +167,7 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
             usual = halves or (length == LENGTHS[0] and (lengths or group == GROUPS[0]))
             if (usual or lengths) and (group == GROUPS[0] or (name == "attention" and usual)):
                 sizes = {"key_length": length, "value_length": length}
-                yield pair, sizes | ({"heads": group, "kv_heads": 1} if name == "attention" else {})
+                yield pair, sizes | (OF_HEADS | {"heads": group} if name == "attention" else {})
     elif name == "rms_norm":
         yield from ((None, {"width": width}) for width in WIDTHS)
     elif name == "sample":
@@ -157,7 +175,7 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
     elif name == "batch_group":
         yield from ((None, {"top_k": top_k}) for top_k in (2, 8))
     elif name == "route":
-        for (experts, top_k), decides in product(ROUTERS, (False, True)):
+        for (experts, top_k), decides in product(ROUTERS, (False, True, WITH_CPU)):
             yield decides, {"experts": experts, "top_k": top_k}
     else:
         yield None, {}

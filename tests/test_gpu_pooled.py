@@ -19,7 +19,6 @@ from strata_nb import formats
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels import mailbox, pool_state
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
-from strata_nb.kernels.gpu.compile import ptx_code
 from strata_nb.kernels.gpu.filling import BY_CPU, IN_HOST_MEMORY
 from strata_nb.kernels.gpu.last_norm import with_last_norms
 from strata_nb.kernels.gpu.pool_answers import with_answers
@@ -208,12 +207,3 @@ def test_a_card_says_how_long_it_waited() -> None:
     alone, waited = (row.state[place // 8] for place in (pool_state.ALONE_NS, pool_state.WAITED_NS))
     assert alone == row.memory.tick_ns
     assert 4 * row.memory.tick_ns <= waited <= 6 * row.memory.tick_ns
-
-
-def test_kernels_that_share_with_the_cpu_compile_without_doubles() -> None:
-    row = Row(width=256)
-    for one in row.launches(pooled=True, normed=True):
-        code = ptx_code(one.kernel, one.kinds)
-        assert ".f64" not in code
-        assert "globaltimer" in code
-        assert ("st.release.sys" in code) != ("ld.acquire.sys" in code)

@@ -20,9 +20,9 @@ from strata_nb.kernels.gpu.intrinsics import (
     i64,
     load_f32,
     load_i32,
-    mma_16x8x8,
     mma_16x8x16,
     mma_16x8x32,
+    mma_of_halves,
     shared_add_i64,
     shared_load_f32,
     shared_load_i64,
@@ -160,18 +160,19 @@ def test_a_warp_multiplies_matrices() -> None:
     def kernel(a: int, b: int, c: int) -> None:
         lane = i64(thread_index())
         g, t = lane >> 2, lane & 3
-        upper, lower = load_i32(a + 4 * (4 * g + t)), load_i32(a + 4 * (4 * (g + 8) + t))
+        upper, lower, column = a + 32 * g + 4 * t, a + 32 * (g + 8) + 4 * t, b + 32 * g + 4 * t
+        w, x, other = load_i32(upper), load_i32(lower), load_i32(column)
+        y, z, further = load_i32(upper + 16), load_i32(lower + 16), load_i32(column + 16)
         place = c + 4 * (8 * g + 2 * t)
         sums = load_f32(place), load_f32(place + 4), load_f32(place + 256), load_f32(place + 260)
-        other = load_i32(b + 4 * (4 * g + t))
-        found = mma_16x8x8(upper, lower, other, sums[0], sums[1], sums[2], sums[3])
+        found = mma_of_halves(w, x, y, z, other, further, sums[0], sums[1], sums[2], sums[3])
         store_f32(place, found[0])
         store_f32(place + 4, found[1])
         store_f32(place + 256, found[2])
         store_f32(place + 260, found[3])
 
     rng = np.random.default_rng(0)
-    a, columns = (rng.integers(-4, 5, shape).astype(np.float16) for shape in ((16, 8), (8, 8)))
+    a, columns = (rng.integers(-4, 5, shape).astype(np.float16) for shape in ((16, 16), (8, 16)))
     c = rng.integers(-4, 5, (16, 8)).astype(np.float32)
     wanted = c + a.astype(np.float32) @ columns.T.astype(np.float32)
     run(kernel, a, columns, c)

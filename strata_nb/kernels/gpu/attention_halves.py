@@ -1,4 +1,4 @@
-"""Attention over keys and values that are halves, by products of matrices (`mma_16x8x8`).
+"""Attention over keys and values that are halves, by products of matrices (`mma_of_halves`).
 
 A block of threads computes the heads of a K/V head, eight at most, over a run of 512 cells, so that
 keys and values are read once for all of them. Each of its 8 warps takes 16 cells of every 128:
@@ -52,7 +52,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     load_4xi32,
     load_i64,
     low_halves,
-    mma_16x8x8,
+    mma_of_halves,
     prefetch,
     shared_load_f32,
     shared_load_i64,
@@ -126,12 +126,9 @@ def _loader_of_cells(pieces: int) -> Function:
 
 def _tile(a: Any, b: Any, c: Any, d: Any, weights: Any, sums: Any) -> Any:
     """Return sums and two values of 16 cells times weights: a word of each of a lane's cells."""
-    upper, lower = low_halves(a, b), high_halves(a, b)
-    sums = mma_16x8x8(upper, lower, weights[0], sums[0], sums[1], sums[2], sums[3])
-    sums = mma_16x8x8(upper, lower, weights[1], sums[0], sums[1], sums[2], sums[3])
-    upper, lower = low_halves(c, d), high_halves(c, d)
-    sums = mma_16x8x8(upper, lower, weights[2], sums[0], sums[1], sums[2], sums[3])
-    return mma_16x8x8(upper, lower, weights[3], sums[0], sums[1], sums[2], sums[3])
+    x, y, z, w = low_halves(a, b), high_halves(a, b), low_halves(c, d), high_halves(c, d)
+    sums = mma_of_halves(x, y, z, w, weights[0], weights[2], sums[0], sums[1], sums[2], sums[3])
+    return mma_of_halves(x, y, z, w, weights[1], weights[3], sums[0], sums[1], sums[2], sums[3])
 
 
 def _four_tiles(x: Any, weights: Any, sums: Any) -> Any:

@@ -3,6 +3,7 @@
     table                                          card
     (rms_norm of q, of k,) rope, kv_append         prepare
     attention (, quantise of its result)           attention by runs, combine
+    attention of many rows                         attention
 
 The results have the bits that the kernels of the table give one by one; only what nothing reads
 behind them is not written: keys that are normalised and not yet rotated.
@@ -10,10 +11,15 @@ behind them is not written: keys that are normalised and not yet rotated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from strata_nb.kernels.gpu.attention_tiles import takes, tiles_attention_kernel
+from strata_nb.kernels.gpu.attention_tiles import (
+    blocks_for,
+    maxima_bytes,
+    takes,
+    tiles_attention_kernel,
+)
 from strata_nb.kernels.gpu.batches import WINDOW_ROWS
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.combining import ARGUMENTS as COMBINE
@@ -22,6 +28,9 @@ from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.preparing import ARGUMENTS as PREPARE
 from strata_nb.kernels.gpu.preparing import normed_by_a_warp, prepare_kernel
 from strata_nb.kernels.program import Launch
+from strata_nb.kernels.runs import work_bytes
+
+MANY_BLOCKS = 256  # of threads: two for each multiprocessor of a large card
 
 
 class Fused(NamedTuple):
@@ -60,11 +69,14 @@ def _attention(program: Sequence[Launch], start: int, rows: int) -> Fused:
     one = program[start]
     given = arguments_of(one)
     attention = card_launch(one)
-    sizes = given["key_length"], given["value_length"]
-    if rows > WINDOW_ROWS and one.variant == ("f16", "f16") and takes("f16", "f16", *sizes):
-        attention = attention._replace(kernel=tiles_attention_kernel(*sizes))
-    heads, length = given["heads"], given["value_length"]
-    packed = 0
+    lengths = given["key_length"], given["value_length"]
+    if rows > WINDOW_ROWS and one.variant == ("f16", "f16") and takes(*lengths):
+        is_whole = _fills_a_card(rows, given)
+        kernel = tiles_attention_kernel(*lengths, is_whole=is_whole)
+        attention = attention._replace(kernel=kernel)
+        if is_whole:
+            return Fused([attention], 1)
+    packed, heads, length = 0, given["heads"], lengths[1]
     if length % 32 == 0 and start + 1 < len(program) and program[start + 1].kernel == "quantise":
         after = arguments_of(program[start + 1])
         is_of_these = after["rows"] == given["rows"] and after["x"] == given["out"]
@@ -78,6 +90,13 @@ def _attention(program: Sequence[Launch], start: int, rows: int) -> Fused:
         tuple(kind for _, kind in COMBINE),
     )
     return Fused([attention, combine], 2 if packed else 1)
+
+
+def _fills_a_card(rows: int, given: Mapping[str, int]) -> bool:
+    """Return whether a card is busy with blocks that each have all runs of some rows, and whether
+    the work space is enough for them."""
+    work = work_bytes(rows, given["heads"], given["table_width"], given["value_length"])
+    return blocks_for(rows, given) >= MANY_BLOCKS and maxima_bytes(rows, given) <= work
 
 
 def _prepare(found: Sequence[Launch], *, normed: bool) -> CardLaunch | None:

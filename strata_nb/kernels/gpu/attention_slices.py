@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TypeGuard
+from itertools import pairwise
 
 from strata_nb.kernels.gpu.card_launch import CardLaunch
+from strata_nb.kernels.gpu.combining import ARGUMENTS as COMBINE
 from strata_nb.kernels.gpu.intrinsics import block_x, i64, load_i64, store_i64, thread_index
 from strata_nb.kernels.gpu.operations import GpuKernel, blocks_of
 from strata_nb.kernels.gpu.routed import card_kernel
@@ -50,10 +51,12 @@ def with_slices(program: Sequence[Launch | CardLaunch], rows: int) -> Iterator[L
     are counted at the beginning, and where attention is what comes first another launch, which
     counts none, stands between.
     """
-    first = next((number for number, one in enumerate(program) if _is_attention(one)), None)
+    first = next(
+        (number for number, pair in enumerate(pairwise(program)) if _are_runs(*pair)), None
+    )
     if first is not None:
         attention = program[first]
-        assert isinstance(attention, CardLaunch)  # noqa: S101 - as `_is_attention` says
+        assert isinstance(attention, CardLaunch)  # noqa: S101 - as `_are_runs` says
         yield _count(attention, rows)
         if first == 0:
             counted = _count(attention, rows)
@@ -61,7 +64,8 @@ def with_slices(program: Sequence[Launch | CardLaunch], rows: int) -> Iterator[L
     number = 0
     while number < len(program):
         one, *behind = program[number : number + 2]
-        if _is_attention(one) and behind:
+        if behind and _are_runs(one, behind[0]):
+            assert isinstance(one, CardLaunch)  # noqa: S101 - as `_are_runs` says
             yield from _sliced(one, behind[0], rows)
             number += 2
         else:
@@ -69,8 +73,14 @@ def with_slices(program: Sequence[Launch | CardLaunch], rows: int) -> Iterator[L
             number += 1
 
 
-def _is_attention(one: Launch | CardLaunch) -> TypeGuard[CardLaunch]:
-    return isinstance(one, CardLaunch) and {"kv_heads", "work"} <= set(one.arguments)
+def _are_runs(one: Launch | CardLaunch, behind: Launch | CardLaunch) -> bool:
+    """Return whether these are attention by runs and what combines them."""
+    found = [set(each.arguments) for each in (one, behind) if isinstance(each, CardLaunch)]
+    return (
+        len(found) == 2
+        and {"kv_heads", "work"} <= found[0]
+        and {name for name, _ in COMBINE} == found[1]
+    )
 
 
 def _count(attention: CardLaunch, rows: int) -> CardLaunch:

@@ -577,7 +577,6 @@ def _packed_down(
         down(rows, blobs, sources, inner, shares, y, down_offset, outputs, 0)
 
     name = _of_shape(f"expert_down_{kind.name}_{top_k}x", sub_blocks, is_whole)
-    name += "_pool" if pools else ""
     shared_bytes = table + table_bytes(kind)
     return GpuKernel(
         name,

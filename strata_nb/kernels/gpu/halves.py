@@ -17,7 +17,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     halves_of_f32,
     i32,
     load_4xi32,
-    mma_16x8x8,
+    mma_of_halves,
     shared_load_i32,
     shared_store_i32,
 )
@@ -104,16 +104,13 @@ def loader_of_queries(times: int, row: int = 0) -> Function:
     return load
 
 
-def _step(a: Any, b: Any, x: Any, y: Any, c: Any) -> Any:
-    first = mma_16x8x8(a, b, x, c[0], c[1], c[2], c[3])
-    return first + mma_16x8x8(a, b, y, c[4], c[5], c[6], c[7])
+def _step(a: Any, x: Any, y: Any, c: Any) -> Any:
+    first = mma_of_halves(a[0], a[1], a[2], a[3], x[0], x[1], c[0], c[1], c[2], c[3])
+    return first + mma_of_halves(a[0], a[1], a[2], a[3], y[0], y[1], c[4], c[5], c[6], c[7])
 
 
-def _four_steps(a: Any, x: Any, y: Any, c: Any) -> Any:
-    c = _step(a[0], a[1], x[0], y[0], c)
-    c = _step(a[2], a[3], x[1], y[1], c)
-    c = _step(a[4], a[5], x[2], y[2], c)
-    return _step(a[6], a[7], x[3], y[3], c)
+def _two_steps(a: Any, x: Any, y: Any, c: Any) -> Any:
+    return _step(a[4:], x[2:], y[2:], _step(a, x, y, c))
 
 
 @cache
@@ -126,10 +123,10 @@ def products(times: int) -> Function:
     c      eight floats: four of each product
     """
     if times == 1:
-        return _four_steps
+        return _two_steps
     others = products(times - 1)
 
     def of_all(a: Any, x: Any, y: Any, c: Any) -> Any:
-        return others(a[8:], x[4:], y[4:], _four_steps(a, x, y, c))
+        return others(a[8:], x[4:], y[4:], _two_steps(a, x, y, c))
 
     return of_all

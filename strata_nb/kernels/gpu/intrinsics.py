@@ -939,32 +939,41 @@ f32 = Intrinsic(
 
 # -- products of matrices --------------------------------------------------------------------------
 #
-# A warp multiplies A, 16 rows of 8 halves, with B, 8 rows of 8 halves, and adds the product to C,
+# A warp multiplies A, 16 rows of 16 halves, with B, 16 rows of 8 halves, and adds the product to C,
 # 16 rows of 8 floats. Of lane 4 * g + t, in words of two halves (the lower one first):
 #
-#     A   rows g and g + 8, columns 2 * t and 2 * t + 1     two words
-#     B   rows 2 * t and 2 * t + 1, column g                a word
-#     C   rows g and g + 8, columns 2 * t and 2 * t + 1     four floats
+#     A   rows g and g + 8, columns 2 * t and 2 * t + 1, then both 8 columns further: four words
+#     B   column g, rows 2 * t and 2 * t + 1, then 8 rows further: two words
+#     C   rows g and g + 8, columns 2 * t and 2 * t + 1: four floats
 #
-# Products are exact; how their sums are rounded is the card's own, the same every time.
+# Products are exact; how their sums are rounded is the card's own, the same every time. Targets
+# before 8.0 multiply 8 columns of A at a time.
 
 _MMA = (
-    "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
-    "{$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};"
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, "
+    "{$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
+_MMA_BEFORE = [
+    "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, "
+    "{$4, $5}, {$8}, {$10, $11, $12, $13};",
+    "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, "
+    "{$6, $7}, {$9}, {$0, $1, $2, $3};",
+]
 
 
 def _nvidia_mma(builder: Any, arguments: list[Any]) -> Any:
     ir = _ir()
     kind = ir.FunctionType(llvm_type("4xf32"), [one.type for one in arguments])
-    code = ir.InlineAsm(kind, _MMA, "=f,=f,=f,=f,r,r,r,f,f,f,f", True)
+    operands = ",".join(["=&f"] * 4 + ["r"] * 6 + ["f"] * 4)
+    text, constraints = by_age(80, _MMA, _MMA_BEFORE, operands)
+    code = ir.InlineAsm(kind, _escaped(text), constraints, True)
     return builder.call(code, arguments, attrs=("convergent",))  # all lanes together, or none
 
 
 def _amd_mma(builder: Any, arguments: list[Any]) -> Any:
     """Fetch the words of A and B from the lanes that have them, and multiply in plain floats."""
     ir = _ir()
-    upper, lower, other, *sums = arguments
+    a, b, sums = arguments[:4], arguments[4:6], arguments[6:]
 
     def constant(value: int) -> Any:
         return ir.Constant(ir.IntType(32), value)
@@ -973,13 +982,13 @@ def _amd_mma(builder: Any, arguments: list[Any]) -> Any:
     t = builder.and_(lane, constant(3))
     row = builder.sub(lane, t)  # the first lane that has this one's row
     column = builder.add(builder.and_(lane, constant(-WARP)), builder.shl(t, constant(3)))
-    for word in range(4):
-        a, b = (_amd_word_of(builder, one, row, word) for one in (upper, lower))
-        c, d = (_amd_word_of(builder, other, column, first + word) for first in (0, 4))
+    for half, word in ((half, word) for half in range(2) for word in range(4)):
+        rows_of = [_amd_word_of(builder, one, row, word) for one in a[2 * half :][:2]]
+        columns_of = [_amd_word_of(builder, b[half], column, at + word) for at in (0, 4)]
         for shift in (0, 16):
             rows, columns = (
                 [_float_of_half(builder, [builder.lshr(one, constant(shift))]) for one in pair]
-                for pair in ((a, b), (c, d))
+                for pair in (rows_of, columns_of)
             )
             for number in range(4):
                 factors = [rows[number >> 1], columns[number & 1], sums[number]]
@@ -990,9 +999,9 @@ def _amd_mma(builder: Any, arguments: list[Any]) -> Any:
     return found
 
 
-mma_16x8x8 = Intrinsic(
-    "mma_16x8x8",
-    "4xf32(i32, i32, i32, f32, f32, f32, f32)",
+mma_of_halves = Intrinsic(
+    "mma_of_halves",
+    "4xf32(i32, i32, i32, i32, i32, i32, f32, f32, f32, f32)",
     ptx=_nvidia_mma,
     amdgpu=_amd_mma,
 )

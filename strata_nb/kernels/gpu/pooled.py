@@ -89,6 +89,11 @@ def _number_of(blobs: int, count: Any, mask: Any, least: Any) -> Any:
     return found
 
 
+def _pooled(kernel: GpuKernel) -> str:
+    """Return the name of a kernel of experts that leaves some of them to the CPU."""
+    return kernel.name.replace("expert_", "pool_", 1)
+
+
 # -- posting ---------------------------------------------------------------------------------------
 
 
@@ -183,7 +188,7 @@ def pool_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs: 
             row_bytes,
         )
 
-    return kernel._replace(name=f"{kernel.name}_pool", function=pool_gate_up)
+    return kernel._replace(name=_pooled(kernel), function=pool_gate_up)
 
 
 # -- the answer ------------------------------------------------------------------------------------
@@ -264,4 +269,4 @@ def pool_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) ->
         else:
             await_previous()
 
-    return kernel._replace(function=pool_down)
+    return kernel._replace(name=_pooled(kernel), function=pool_down)
