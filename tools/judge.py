@@ -5,7 +5,7 @@ dependency of the project, or with --peer.
 
 Usage:
   judge.py MODEL --text=FILE [--apart] [--device=NAME] [--tokens=N] [--threads=N] [--name=NAME]
-           [--peer=FILE]
+           [--peer=FILE] [--expert-cache=SIZE]
   judge.py --random [--only=NAMES] [--device=NAME] [--tokens=N] [--threads=N] [--name=NAME]
            [--peer=FILE] [--jobs=N]
   judge.py --help
@@ -25,6 +25,8 @@ Options:
                  random
   --peer=FILE    take llama.cpp's figures from an earlier result of this program on the same model
                  and tokens, for a machine that has no llama-cpp-python
+  --expert-cache=SIZE  as the commands have it [default: auto]; with few slots a card shares the
+                 missed experts of single rows with the CPU
   --jobs=N       random models that are judged at a time [default: 1]
 
 Both the device and llama.cpp read the tokens twice: as a prompt, and one by one. The criteria are
@@ -83,7 +85,8 @@ def main() -> int:
     count = int(arguments["--tokens"])
     threads = int(arguments["--threads"]) if arguments["--threads"] else None
     peer = Peer(arguments["--peer"])
-    judge = partial(judge_model, arguments["--device"], threads, peer)
+    cache = arguments["--expert-cache"]
+    judge = partial(judge_model, arguments["--device"], threads, peer, expert_cache=cache)
     print("model, path | criterion | device | llama.cpp | limit | verdict")
     print("---|---|---|---|---|---")
     if arguments["--random"]:
@@ -214,13 +217,16 @@ def judge_model(
     path: Path,
     documents: Documents,
     criteria: Criteria,
+    expert_cache: str = "auto",
 ) -> Result:
     """Return figures and checks of both paths through a model, and print the checks."""
     peers.check(documents)
     with GGUFFile.open(path) as file:
         exact = read_apart(partial(float32_logits, file), documents)
     longest = max(map(len, documents))
-    options = Options(model=path, device=device, ctx_size=longest, threads=threads)
+    options = Options(
+        model=path, device=device, ctx_size=longest, threads=threads, expert_cache=expert_cache
+    )
     with Engine.open(options) as engine:
         logits = {
             "prompt": read_apart(lambda ids: engine.logits(ids.tolist()), documents),
@@ -274,7 +280,9 @@ def command(arguments: Mapping[str, str | None]) -> str:
         words.append("--random")
     if arguments["--apart"]:
         words.append("--apart")
-    flags = ("--device", "--tokens", "--threads", "--name", "--peer")
+    flags = ["--device", "--tokens", "--threads", "--name", "--peer"]
+    if arguments["--expert-cache"] != "auto":
+        flags.append("--expert-cache")
     return " ".join(words + [f"{flag}={arguments[flag]}" for flag in flags if arguments[flag]])
 
 
