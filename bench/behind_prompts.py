@@ -41,7 +41,7 @@ from docopt import docopt
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tools")]
 
-from card_graphs import percents, whole_number  # noqa: E402 - bench/ is no package
+from card_graphs import percents, whole_number, whole_numbers  # noqa: E402 - bench/ is no package
 from make_routes import make_routes  # noqa: E402
 from results import write_result  # noqa: E402
 
@@ -166,14 +166,6 @@ def measure(
     return found
 
 
-def numbers(arguments: dict[str, Any], flag: str) -> list[int]:
-    """Return the whole numbers of a list, or end the program and say what is none."""
-    parts = arguments[flag].split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise SystemExit(f"{flag} {arguments[flag]}: not whole numbers")
-    return [int(part) for part in parts]
-
-
 def main() -> None:
     """Replay what the command line asks for; print and store it."""
     arguments = docopt(str(__doc__))
@@ -182,7 +174,8 @@ def main() -> None:
         for name in ("--layers", "--experts", "--top-k", "--seeds", "--first")
     )
     budgets = percents(arguments["--slots"])
-    before, lengths = (numbers(arguments, name) for name in ("--earlier", "--prompts"))
+    before = whole_numbers(arguments, "--earlier", least=0)
+    lengths = whole_numbers(arguments, "--prompts")
 
     def routes(tokens: int, seed: int) -> Routes:
         return make_routes(

@@ -12,12 +12,17 @@ Options:
   --experts=TEXT   types of gate, up and down [default: Q4_K,Q4_K,Q6_K]
   --layer=TEXT     experts, of which a row chooses, width, width of an expert
                    [default: 128,8,2048,768]
+  --issues=NUMBER  instructions of warps that the card issues in a second, in 1e9: of an H200 132
+                   multiprocessors, 4 each at 1.75 GHz [default: 924]
   -o FILE          write the figures here, not to bench/results/card_batches.json
 
 Weights are random blocks. Routes are those of random logits. Of the products of dense matrices four
 rows are compared, bit by bit, with those of a window. Each time is the median of 21 replays of a
 graph of one launch, or of all launches of the layer. TOPS count two operations for each weight and
 row.
+
+Beside them are shares: of what the card could issue if nothing but the inner loop were there, and
+of cuBLAS in bfloat16 at the same total size, in the same run; without the library only the first.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bench")]
 
 from card_graphs import REPLAYS, TimedGraph, spread, store  # noqa: E402
+from cublas import Cublas  # noqa: E402
 from random_blocks import random_blocks  # noqa: E402
 
 from strata_nb import backend, cpu  # noqa: E402
@@ -55,6 +61,10 @@ SPREAD = 0.02  # of the weights: their standard deviation
 DIFFERENT_ROWS = 64  # of activations; then they come again
 DIFFERENT_EXPERTS = 4
 COMPARED = 4  # rows
+# Instructions of a warp for 64 values of 16 outputs and 8 rows (`kernels/gpu/batch_tiles.py`).
+SLOTS = {TensorType.Q4_K: 34, TensorType.Q5_K: 34, TensorType.Q6_K: 44}
+PRODUCTS = ("batch_expert_", "batch_up_")
+OF_SLOTS = 2 * 64 * 16 * 8  # operations of these
 
 
 def main() -> None:
@@ -62,19 +72,28 @@ def main() -> None:
     arguments = docopt(str(__doc__))
     batches = [int(word) for word in arguments["--rows"].split(",")]
     figures: dict[str, Any] = {"dense": [], "experts": []}
+    issues = float(arguments["--issues"]) * 1e9
     with closing(backend.open_backend(arguments["--device"], cpu.physical_cores())) as card:
         if not isinstance(card, CardBackend):
             raise UnsupportedDevice(f"{card.name}: no card", hint="--device=cuda:0")
+        peer = Cublas(card)
         for rows in batches:
             for name in arguments["--types"].split(","):
                 for shape in arguments["--shapes"].split(","):
                     outputs, values = (int(word) for word in shape.split("x"))
                     one = dense(card, TensorType[name], outputs, values, rows)
+                    one |= shares([TensorType[name]], one["tops"], issues)
+                    one |= {"cublas_tops": peer.tops([(rows, outputs, values)])}
                     figures["dense"].append(one)
                     show(f"{rows:5} rows  {name} {shape}", one)
             kinds = [TensorType[name] for name in arguments["--experts"].split(",")]
             sizes = [int(word) for word in arguments["--layer"].split(",")]
-            for one in Layer(card, kinds, sizes, rows).measured():
+            layer = Layer(card, kinds, sizes, rows)
+            cublas = peer.tops(layer.products())
+            for one in layer.measured():
+                types = one.pop("types")
+                if types:
+                    one |= shares(types, one["tops"], issues) | {"cublas_tops": cublas}
                 figures["experts"].append(one)
                 show(f"{rows:5} rows  {one['label']} {one['kernel']}", one)
     store(
@@ -86,8 +105,20 @@ def main() -> None:
     )
 
 
+def shares(kinds: list[TensorType], tops: float, issues: float) -> dict[str, float]:
+    """Return which share of the card's instructions products of these types reach, if counted."""
+    if not tops or not set(kinds) <= set(SLOTS):
+        return {}
+    slots = sum(SLOTS[kind] for kind in kinds) / len(kinds)
+    return {"share_of_issues": tops * 1e12 * slots / OF_SLOTS / issues}
+
+
 def show(what: str, one: dict[str, Any]) -> None:
     tops = f"{one['tops']:8.1f} TOPS" if one["tops"] else ""
+    if "share_of_issues" in one:
+        tops += f" {one['share_of_issues']:6.1%} of what is issued"
+    if one.get("cublas_tops"):
+        tops += f" {one['tops'] / one['cublas_tops']:6.1%} of cuBLAS ({one['cublas_tops']:.0f})"
     print(f"{what:60} {one['us']['median']:10.1f} us {tops}", flush=True)
 
 
@@ -185,6 +216,12 @@ def dense(
     }
 
 
+def _type_of(kernel: str) -> TensorType | None:
+    """Return the type of weights that a kernel of experts' products has; None for others."""
+    prefix = next((one for one in PRODUCTS if kernel.startswith(one)), None)
+    return TensorType[kernel.removeprefix(prefix).upper()] if prefix else None
+
+
 class Layer:
     """A layer's routing and experts, in memory of a card."""
 
@@ -206,7 +243,7 @@ class Layer:
     def _figures(self, some: list[CardLaunch]) -> dict[str, Any]:
         us = timed(self._card, some, self._rows)
         alone = len(some) == 1
-        products = [one.arguments for one in some if one.kernel.name.startswith("batch_expert")]
+        products = [one.arguments for one in some if one.kernel.name.startswith(PRODUCTS)]
         weights = sum(one["outputs"] * one["values"] for one in products)
         return {
             "rows": self._rows,
@@ -214,7 +251,14 @@ class Layer:
             "kernel": some[0].kernel.name if alone else f"{len(some)} launches",
             "us": us,
             "tops": 2 * self._rows * self.top_k * weights / us["median"] / 1e6,
+            "types": [_type_of(one.kernel.name) for one in some if _type_of(one.kernel.name)],
         }
+
+    def products(self) -> list[tuple[int, int, int]]:
+        """Return rows, outputs and values of gate, up and down, as if they were dense."""
+        choices = self._rows * self.top_k
+        wide, narrow = (choices, self.inner, self.width), (choices, self.width, self.inner)
+        return [wide, wide, narrow]
 
     def _program(self, memory: Memory) -> tuple[Launch, ...]:
         gate, up, down = self._kinds

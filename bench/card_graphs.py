@@ -47,7 +47,7 @@ class TimedGraph:
 
     rows      of its launches
     owner     ends it
-    replays   that count
+    replays   that count, None: REPLAYS
     """
 
     def __init__(
@@ -56,13 +56,14 @@ class TimedGraph:
         launches: Sequence[CardLaunch],
         rows: int,
         owner: ExitStack,
-        replays: int = REPLAYS,
+        replays: int | None = None,
     ) -> None:
         for one in launches:
             card._load(one.kernel, one.shared_bytes)
         self._card = card
         self._executable = card._executable(launches, rows, owner)
-        self._events = [card._timed_event(owner) for _ in range(replays + 1)]
+        count = REPLAYS if replays is None else replays
+        self._events = [card._timed_event(owner) for _ in range(count + 1)]
 
     def seconds(self) -> list[float]:
         """Return the seconds of each replay, behind one that is not counted."""
@@ -99,6 +100,14 @@ def whole_number(arguments: Mapping[str, Any], flag: str, *, least: int = 1) -> 
     if not text.isdecimal() or int(text) < least:
         raise SystemExit(f"{flag} {text}: not usable; a whole number, {least} or more")
     return int(text)
+
+
+def whole_numbers(arguments: Mapping[str, Any], flag: str, *, least: int = 1) -> list[int]:
+    """Return the numbers of a list that a flag is given, or end the program likewise."""
+    parts = str(arguments[flag]).split(",")
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise SystemExit(f"{flag} {arguments[flag]}: not usable; whole numbers, {least} or more")
+    return [int(part) for part in parts]
 
 
 def percents(text: str) -> list[int]:

@@ -51,6 +51,7 @@ from card_graphs import (  # noqa: E402 - bench/ is no package
     spread,
     store,
     whole_number,
+    whole_numbers,
 )
 
 from strata_nb import Engine, Options, Sampling  # noqa: E402
@@ -206,9 +207,7 @@ class Bench:
 def main() -> None:
     """Measure what the command line asks for; print and store it."""
     arguments = docopt(str(__doc__))
-    lengths = [int(part) for part in arguments["--rows"].split(",") if part.isdecimal()]
-    if not lengths or min(lengths) < 1 or len(lengths) < len(arguments["--rows"].split(",")):
-        raise SystemExit(f"--rows {arguments['--rows']}: not numbers of tokens, 1 or more")
+    lengths = whole_numbers(arguments, "--rows")
     budgets, longest = percents(arguments["--budgets"]), max(lengths)
     depth, first = (whole_number(arguments, name, least=0) for name in ("--depth", "--first"))
     waits, runs = (whole_number(arguments, name) for name in ("--waits", "--runs"))

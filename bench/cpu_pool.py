@@ -15,9 +15,9 @@ Options:
   --json=FILE      also write the figures there
 
 Experts have the shape of the benchmark model: gate and up 768 x 2048, down 2048 x 768. Microseconds
-from the post to the answer as the one who posts sees them, median, and GB/s of weights at it; in
-front the plain read of the same memory by as many threads. Weights are random bytes with sane
-scales; speed does not depend on values.
+from the post to the answer as the one who posts sees them, median and ninth decile, and GB/s of
+weights at the median; in front the plain read of the same memory by as many threads. Weights are
+random bytes with sane scales; speed does not depend on values.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
         f"{layer.experts} experts of {layer.blob_bytes():,} bytes"
     )
     print(
-        "threads  read  " + "".join(f"{count:>8} expert{'s'[: count > 1]:1} " for count in counts)
+        "threads  read  " + "".join(f"{count:>9} expert{'s'[: count > 1]:1} " for count in counts)
     )
     rows: dict[int, Any] = {}
     for number in threads:
@@ -75,9 +75,10 @@ def main() -> None:
             ns = measure([layer], number, count, posts=posts, pause_s=pause_us * 1e-6)
             median = float(np.median(ns))
             row["median_us"][count] = round(median / 1e3, 1)
-            row["p90_us"][count] = round(float(np.percentile(ns, 90)) / 1e3, 1)
+            late = float(np.percentile(ns, 90))
+            row["p90_us"][count] = round(late / 1e3, 1)
             rate = count * layer.blob_bytes() / median
-            cells.append(f"{median / 1e3:7.0f} us {rate:5.1f}")
+            cells.append(f"{median / 1e3:5.0f} {late / 1e3:5.0f} {rate:5.1f}")
         print(f"{number:7} {plain:5.1f}   {'  '.join(cells)}", flush=True)
     del addresses
     if arguments["--json"]:

@@ -6,6 +6,7 @@ The library is that of the toolkit, called directly: nothing is installed for it
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,7 @@ _BFLOAT16, _COMPUTE_F32, _DEFAULT = 14, 68, -1
 
 
 class Cublas:
-    """Hold a handle of cuBLAS on a card's stream; None of it where there is no library."""
+    """Hold a handle of cuBLAS on a card's stream, where there is the library."""
 
     def __init__(self, card: CardBackend) -> None:
         self._card = card
@@ -36,11 +37,19 @@ class Cublas:
         if status:
             raise SystemExit(f"cuBLAS: {what} failed with status {status}")
 
-    def tops(self, rows: int, outputs: int, values: int) -> float | None:
-        """Return 1e12 operations a second of (rows, values) times (outputs, values) transposed,
-        by the median of 21; None without the library."""
+    def tops(self, products: Sequence[tuple[int, int, int]]) -> float | None:
+        """Return 1e12 operations a second of products one after the other; None without the
+        library.
+
+        products   rows, outputs and values: (rows, values) times (outputs, values) transposed
+        """
         if self._library is None:
             return None
+        operations = sum(2 * rows * outputs * values for rows, outputs, values in products)
+        return 1e-12 * operations / sum(self._seconds(*one) for one in products)
+
+    def _seconds(self, rows: int, outputs: int, values: int) -> float:
+        """Return the median of 21."""
         driver, device = self._card.driver, self._card.device
         calls, stream = self._card._card, self._card._stream
         rng = np.random.default_rng(0)
@@ -61,7 +70,7 @@ class Cublas:
                 self._multiply(w, x, y, rows, outputs, values)
             calls.stream_synchronize(stream)
             seconds = [calls.event_elapsed_s(*pair) for pair in pairwise(events)]
-        return 2e-12 * rows * outputs * values / float(np.median(seconds))
+        return float(np.median(seconds))
 
     def _multiply(self, w: int, x: int, y: int, rows: int, outputs: int, values: int) -> None:
         one, zero = ctypes.c_float(1), ctypes.c_float(0)

@@ -24,12 +24,13 @@ def picture(
 ) -> str:
     """Return an SVG.
 
-    rows         of card_misses: phase, percent, hit_rate, tok_per_s
+    rows         of card_misses: phase, percent, adapt, hit_rate, tok_per_s
     resident_s   of a token that misses nothing
     missed_s     that a token takes longer on the link if it misses everything
     """
     limit = [1 / (resident_s + (1 - place / 100) * missed_s) for place in range(101)]
     shown = [row for row in rows if row["phase"] in MARKS]
+    ways = {row["adapt"] for row in shown if row["phase"] != "hits"}
     rates = [*limit, *(row["tok_per_s"]["median"] for row in shown)]
     low = max([rate for rate in RATES if rate <= min(rates)], default=RATES[0])
     high = min([rate for rate in RATES if rate >= max(rates)], default=RATES[-1])
@@ -58,13 +59,14 @@ def picture(
     parts.append(f'<polyline points="{points}" fill="none" stroke="#555" stroke-dasharray="6 4"/>')
     for row in shown:
         hit_rate, rate = row["hit_rate"], row["tok_per_s"]["median"]
-        name = f"{row['routes']}, {row['percent']}%, {row['phase']}: {rate:,.1f} tok/s"
+        what = f"{row['percent']}%, {row['adapt']}, {row['phase']}"
+        name = f"{row['routes']}, {what}: {rate:,.1f} tok/s"
         parts.append(
             f'<circle cx="{x(hit_rate):.1f}" cy="{y(rate):.1f}" r="4" '
             f'fill="{MARKS[row["phase"]]}"><title>{escape(name)}</title></circle>'
         )
         if row["phase"] != "hits":
-            label = f"{row['percent']}%"
+            label = f"{row['percent']}%" + (f" {row['adapt']}" if len(ways) > 1 else "")
             parts.append(_text(x(hit_rate), y(rate) - 8, label, anchor="middle", size=10))
     parts.append(_line(LEFT, HEIGHT - 14, LEFT + 24, HEIGHT - 14, "#555", dash="6 4"))
     parts.append(_text(LEFT + 30, HEIGHT - 10, "what the link allows"))

@@ -28,6 +28,7 @@ from strata_nb.kernels.host.reading import read_passes
 from strata_nb.kernels.host.threads import PreparedProgram, Threads
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
+from strata_nb.options import DEFAULT_PREFILL_ROWS
 from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress, Say
 from strata_nb.shared_tables import SharedTable
@@ -75,6 +76,7 @@ class Backend(Protocol[Prepared]):
     has_slots   whether experts are copied to the device; else they are read where the host has them
     of_host     whether the device is made of the host's memory, so that what it holds counts there
     most_rows   of one step; None: as many as there are buffers for
+    usual_rows  of a prompt batch, where nobody says how many
     batches_apart   whether a step of more rows than a window has is another program
     gathers_rows    whether rows are brought into the order of experts, or read where they are
     overlaps    whether kernels begin while the one in front of them ends; may be turned off before
@@ -108,6 +110,9 @@ class Backend(Protocol[Prepared]):
 
     @property
     def most_rows(self) -> int | None: ...
+
+    @property
+    def usual_rows(self) -> int: ...
 
     @property
     def batches_apart(self) -> bool: ...
@@ -233,7 +238,7 @@ class HostBackend:
     """
 
     device = 0
-    of_host, most_rows = True, None
+    of_host, most_rows, usual_rows = True, None, DEFAULT_PREFILL_ROWS
     chooses_tokens = attends_in_runs = batches_apart = fills = pools = False
     gathers_rows = True
     outside_bytes = reserve_bytes = 0

@@ -52,6 +52,9 @@ from strata_nb.shared_tables import SharedTable
 from strata_nb.tracing import Recorder, RecordingDriver
 
 MOST_ROWS = 4096  # of a step; a longer prompt is a chain of steps
+# Of a prompt batch: missed experts cross the link once for each, and it takes some 290 MB more of
+# buffers than 512 rows, which Qwen3-30B-A3B would use for 100 of its 6,144 experts.
+USUAL_ROWS = 2048
 _SMALL_BATCH = 32  # rows, of the smallest graph of batches
 STAGING_BYTES = 4 << 20  # of pinned memory, each way
 USUAL_SHARED_BYTES = 48 << 10  # that a block gets without being asked
@@ -136,7 +139,7 @@ class CardBackend:
     """
 
     overlaps = True  # kernels begin while the one in front of them ends, on cards that can
-    has_slots, of_host, most_rows = True, False, MOST_ROWS
+    has_slots, of_host, most_rows, usual_rows = True, False, MOST_ROWS, USUAL_ROWS
     chooses_tokens = attends_in_runs = batches_apart = fills = pools = True
     gathers_rows = False
     outside_bytes, reserve_bytes = OUTSIDE_BYTES, RESERVE_BYTES

@@ -39,12 +39,14 @@ FEWEST_PROCESSORS = 3  # one for the caller, and two for a pool that is worth it
 def pool_threads(chosen: int | None = None) -> int:
     """Return how many threads a pool shall have: 0 where the machine has none to spare.
 
-    One processor stays for the caller. `chosen` (`-t`) is an upper limit.
+    One a core, for two on a core share its multipliers and the work is shared out evenly; one
+    processor stays for the caller. `chosen` (`-t`) is an upper limit.
     """
     processors = cpu.usable_processors()
     if processors < FEWEST_PROCESSORS:
         return 0
-    return processors - 1 if chosen is None else min(chosen, processors - 1)
+    most = min(processors - 1, cpu.physical_cores())
+    return most if chosen is None else min(chosen, most)
 
 
 class PoolLayer(NamedTuple):
@@ -204,18 +206,16 @@ class CpuPool:
         """Notice that the pool has failed, while it is open."""
         if self._failure or not self._finalizer.alive or os.getpid() != self._process:
             return
-        dead = [number for number, one in enumerate(self._workers) if not one.is_alive()]
-        if dead or self._header[mailbox.ABORT // 8]:
+        if self._header[mailbox.ABORT // 8] or not all(one.is_alive() for one in self._workers):
             self._header[mailbox.ABORT // 8] = 1
-            self._failure = self._refusal() if self._state[at.FAULT] else self._end_of(dead)
+            self._failure = self._refusal() if self._state[at.FAULT] else self._end_of_posts()
 
-    def _end_of(self, dead: Sequence[int]) -> str:
-        """Say why threads have ended that found no fault with a message."""
+    def _end_of_posts(self) -> str:
+        """Say why the threads have ended, or will, that found no fault with a message."""
         post = int(self._header[mailbox.POSTED // 8])
         at_work = f"post {post:,} ({self.threads} threads)"
-        ended = [number for number in dead if self._word(number, at.HOLD) == at.ENDS]
-        if ended:
-            return f"{_threads(ended)} of the CPU pool ended at {at_work}"
+        if self._state[at.DIED]:
+            return f"thread {self._state[at.DIED] - 1} of the CPU pool ended at {at_work}"
         if post == self._header[mailbox.ANSWERED // 8]:
             return f"the card gave up the CPU pool behind {at_work}, which was answered"
         progress = [self._word(number, at.PROGRESS) for number in range(self.threads)]
@@ -293,6 +293,8 @@ def _serve(
     try:
         serve(int(state.ctypes.data), thread)
     finally:
+        if not header[mailbox.ABORT // 8] and not state[at.STOP]:
+            state[at.DIED] = thread + 1
         header[mailbox.ABORT // 8] = 1
         del kept
 

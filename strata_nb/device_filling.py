@@ -9,7 +9,8 @@ the truth while windows run:
     after a failure   `lose`: nobody knows what the slots hold, so all experts are at home again
 
 A plan for window n + 1 is made while n runs, and knows the windows up to n - 1. Free slots that n
-was offered are not offered once more before it has landed.
+was offered are not offered once more before it has landed. The device has what the host changed in
+the table before a window counts as begun: what is fetched after a failure is never older than that.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class DeviceFilling:
         self._window = 0
         self.cpu_share = 0  # of the missed of a row, as plans have it
         self._offered: deque[set[int]] = deque()  # of windows in flight, the oldest first
+        self._sent_changes = -1  # of the host's to the addresses, which the device has
         # Of the plan by which nobody comes, the share that the device has with it; None: it has
         # another plan.
         self._silent_share: int | None = None
@@ -95,6 +97,7 @@ class DeviceFilling:
         if self._places is None:
             return None
         arena = self._arena
+        self._send_changes(self._places.addresses)
         self._window += 1
         if not arena.usable_slots or arena.is_complete:
             self._offered.append(set())
@@ -111,10 +114,10 @@ class DeviceFilling:
 
     def landed(self, addresses: npt.NDArray[np.int64] | None) -> None:
         """Take over what the oldest window in flight left; None: its plan let nobody come."""
-        if self._offered:
-            self._offered.popleft()
         if addresses is not None:
             self._adopt(addresses, is_counted=True)
+        if self._offered:  # before, whatever ends this half way lets the addresses be fetched
+            self._offered.popleft()
 
     def find(self, *, is_counted: bool = False) -> None:
         """Fetch what all windows left, of which none runs.
@@ -148,7 +151,9 @@ class DeviceFilling:
         """Let nobody come, or go to the CPU, in runs that are no windows, such as those that
         measure."""
         if self._places is not None and (plan := self._silent_plan(0)) is not None:
+            self._silent_share = None  # until it is sent: what comes between may end this
             self._backend.send(*plan)
+            self._silent_share = 0
 
     def _silent_plan(self, cpu_share: int) -> Sent | None:
         """Return what is sent so that nobody comes; None where the device has that plan."""
@@ -157,6 +162,13 @@ class DeviceFilling:
         self._silent_share = cpu_share
         self._silence["cpu_share"] = cpu_share
         return self._places.plan, self._silence.view(np.uint8)
+
+    def _send_changes(self, addresses: int) -> None:
+        """Send the table where the host has changed it since, though a run will do so too."""
+        changes = self._arena.addresses.changes
+        if self._sent_changes != changes:
+            self._backend.send(addresses, self._arena.expert_address)
+            self._sent_changes = changes
 
     def _adopt(self, addresses: npt.NDArray[np.int64], *, is_counted: bool) -> None:
         with interrupts_later():

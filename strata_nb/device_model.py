@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,7 @@ from strata_nb.device_filling import DeviceFilling, FillingPlaces
 from strata_nb.device_pool import (
     DevicePool,
     Served,
+    compile_pool,
     open_device_pool,
     pool_layers,
     pool_places,
@@ -52,6 +54,7 @@ from strata_nb.errors import ConfigError, DeviceLost
 from strata_nb.fill_plans import plan_type
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
+from strata_nb.interrupts import interrupts_later
 from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
 from strata_nb.link_rate import link_rate
 from strata_nb.loading_pieces import LoadProgress
@@ -184,6 +187,8 @@ class DeviceModel:
             else:
                 self.off.append(f"experts computed by the CPU ({reason})")
         backend.compile([measured.body, measured.head, measured.choice], compiling, say)
+        if pool is not None and sizes.experts is not None:
+            compile_pool(sizes.experts.parts, say)
         if batch is not None:
             backend.compile([batch.body], compiling, say, batch_rows=batch.max_rows)
 
@@ -524,6 +529,7 @@ class DeviceModel:
             misses=misses,
             filled=arena.filled,
             streamed=self._steps.streamed[0],
+            by_cpu=self._served().experts,
         )
 
     def _tell(self, kind: str, **fields: object) -> None:
@@ -596,7 +602,7 @@ class DeviceModel:
         hits, misses = self.arena.tally.tolist()
         moved = self._residency
         missed_bytes = moved.missed_bytes if self._backend.has_slots else 0
-        served = self._pool.served() if self._pool is not None else Served(0, 0, 0.0)
+        served = self._served()
         return ModelReport(
             (device,),
             hits,
@@ -612,11 +618,15 @@ class DeviceModel:
             served.waited_s,
         )
 
+    def _served(self) -> Served:
+        """Return what the CPU has computed of what was missed."""
+        return self._pool.served() if self._pool is not None else Served(0, 0, 0.0)
+
     def look(self) -> Look:
         """Look at the device's chunks as they are now."""
         with self._turn:
             self._pause()
-            return self.ledger.look()
+            return replace(self.ledger.look(), by_cpu=self._served().experts)
 
     def set_reserve(self, reserve_bytes: int | None) -> Reserved:
         """Leave so much of the device free for others; None: as much as at the start.
@@ -643,9 +653,10 @@ class DeviceModel:
         with self._turn:
             self._settle()
             self._steps.return_loan()
-            self._residency.forget()
-            self._counts.use[:] = 0
-            self.arena.prior[:] = 0
+            with interrupts_later():
+                self._residency.forget()
+                self._counts.use[:] = 0
+                self.arena.prior[:] = 0
 
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Write how often experts were used, added to the order of the profile given."""

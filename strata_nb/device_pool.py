@@ -23,12 +23,16 @@ import numpy as np
 import numpy.typing as npt
 
 from strata_nb.backend import Backend
+from strata_nb.compiling import Compiled
 from strata_nb.cpu_pool import CpuPool, PoolLayer, pool_threads
 from strata_nb.errors import StrataError
 from strata_nb.fill_plans import SHARE_UNITS
 from strata_nb.formats import row_bytes
 from strata_nb.kernels import pool_state
 from strata_nb.kernels.gpu.pooled import PoolPlaces
+from strata_nb.kernels.host import pool as host_pool
+from strata_nb.kernels.host.matrices import matrix_functions
+from strata_nb.kernels.host.operations import Function
 from strata_nb.link_rate import link_rate
 from strata_nb.models.description import Description
 from strata_nb.models.places import ExpertPart
@@ -39,8 +43,8 @@ from strata_nb.pool_rate import pool_rate
 
 WINDOWS = 16  # after which the share follows what was measured
 FOLLOWS = 0.25  # of the way to what would have been right for those
-# Times the share with which both end at the same time. In replays of routes like those of text, with
-# 10 to 50% of the experts in slots, tokens took 1 to 3% less with it than without.
+# Times the share with which both end at the same time. In replays of routes like those of text,
+# with 10 to 50% of the experts in slots, tokens took 1 to 3% less with it than without.
 LEANS = 0.9
 LEAST_POSTS = 64  # of these windows; fewer say little
 
@@ -163,6 +167,20 @@ def pool_places(backend: Backend[Any], model: Description, parts: Parts) -> Pool
     downs = [of_layer[EXPERT_PARTS[2]].kind for of_layer in parts]
     idle_bytes = max(GROUP_ROWS * row_bytes(kind, model.expert_width) for kind in downs)
     return backend.open_pool(model.width, -(-idle_bytes // 256) * 256)
+
+
+def compile_pool(parts: Parts, say: Callable[[str], None]) -> None:
+    """Compile what the threads call, unless it is at hand."""
+    kinds = {part.kind for of_layer in parts for part in of_layer.values()}
+    functions: list[Function] = [
+        *host_pool.FUNCTIONS,
+        *(matrix_functions(kind).few for kind in sorted(kinds)),
+    ]
+    missing = [one for one in functions if isinstance(one, Compiled) and not one.is_at_hand()]
+    if missing:
+        say(f"compiling {len(missing)} functions of the CPU pool for this processor, once")
+    for one in missing:
+        one.made()
 
 
 def open_device_pool(

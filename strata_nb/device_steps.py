@@ -417,9 +417,9 @@ class DeviceSteps:
         by_layer = len(rows) > WINDOW_ROWS and not self._backend.batches_apart
         streaming = self._streaming if reader is not self._few else None
         used_before = self._arena.use.copy()
-        if streaming is not None:
-            streaming.begin(len(rows))
-        reader.read(rows, lengths, by_layer=by_layer, streaming=streaming)
+        is_streamed = streaming is not None and streaming.begin(len(rows))
+        brings = streaming if is_streamed else None
+        reader.read(rows, lengths, by_layer=by_layer, streaming=brings)
         result = head(reader.heads, [n for n, row in enumerate(rows) if row.wants_logits])
         self._backend.wait()
         if reader is self._few and self._pool is not None:

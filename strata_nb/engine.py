@@ -249,6 +249,8 @@ class Engine:
             backend.overlaps = False
         if not options.prefill_borrow and not backend.batches_apart:
             raise _nothing_borrows(self.device)
+        if options.prefill == "auto":
+            self.prefill_rows = min(backend.usual_rows, self.ctx_size)
         self.warnings += backend.warnings
         most_rows = max(WINDOW_ROWS, self.prefill_rows)
         if backend.most_rows is not None and most_rows > backend.most_rows:

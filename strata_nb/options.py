@@ -20,7 +20,7 @@ ADAPTATIONS = ("insert", "swap", "off")
 NO_PROFILE = "none"  # in place of a file
 _EXPERT_CACHE = re.compile(r"(\d{1,12})|(\d{1,9}(?:\.\d{1,9})?)(%|MiB|GiB)", re.ASCII)
 DEFAULT_CONTEXT_LIMIT = 8192  # cells, where neither the user nor the model asks for less
-DEFAULT_PREFILL_ROWS = 512  # rows of a prompt batch under `--prefill auto`
+DEFAULT_PREFILL_ROWS = 512  # rows of a prompt batch under `--prefill auto`; a card has more
 MAX_SEED = 2**64 - 1
 
 

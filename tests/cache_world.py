@@ -42,6 +42,7 @@ class World:
         kv_most_cells: int = 640,
         slots: int | None = None,
         blobs: tuple[int, ...] = BLOBS,
+        loan_bytes: int = 0,
     ) -> None:
         self.budget_bytes = chunks * UNIT
         self.driver = HostDriver([HostDevice(self.budget_bytes, UNIT, UNIT)])
@@ -60,6 +61,7 @@ class World:
             kv_most_cells=kv_most_cells,
             slots=self.layout if blobs else None,
             slots_wanted=slots,
+            loan_bytes=loan_bytes,
         )
         self.ledger: Ledger | None = None
 

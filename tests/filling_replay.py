@@ -16,11 +16,17 @@ _AWAY = -1  # the highest address of a slot that the start fills; those of free 
 
 
 def replay_filling(
-    routes: Routes, experts: int, policy: Policy, slots: int, start: Iterable[tuple[int, int]]
+    routes: Routes,
+    experts: int,
+    policy: Policy,
+    slots: int,
+    start: Iterable[tuple[int, int]],
+    cpu_share: int = 0,
 ) -> Outcome:
     """Replay routes on a device that decides within the window (`filling.py`), as `replay` does.
 
-    A plan knows the windows up to the one before the last. Slots are divided among the layers.
+    A plan knows the windows up to the one before the last. Slots are divided among the layers. Of
+    the missed the CPU computes a share, as a plan has it, and those do not come.
     """
     tokens, layers, _ = routes.shape
     counts = [len(range(layer, slots, layers)) for layer in range(layers)]
@@ -32,6 +38,7 @@ def replay_filling(
     free = [list(range(experts, experts + count)) for count in counts]
     seen, used = np.zeros((2, layers, experts), np.int64)
     plans = new_plans(layers, experts)
+    plans["cpu_share"] = cpu_share
     hits = written = 0
     resident = addresses != homes
     for window, choices in enumerate(routes):

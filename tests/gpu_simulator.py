@@ -339,6 +339,12 @@ def _truncated(x: np.float32) -> int:
     return int(x)
 
 
+def _shifted_down(word: int, bits: int) -> int:
+    if not 0 <= bits < 32:
+        raise KernelFault(f"shifted_down by {bits} bits, which no word is")
+    return _signed((word & 0xFFFFFFFF) >> bits, 32)
+
+
 def _levels_of(word: int, *levels: int) -> tuple[int, int]:
     table = struct.pack("<4i", *levels)
     nibbles = [(byte & 15, byte >> 4 & 15) for byte in _bytes_of(word)]
@@ -389,6 +395,8 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "i64": lambda x: x,
     "once_i32": lambda x: x,
     "once_i64": lambda x: x,
+    "as_one": lambda address: address,
+    "shifted_down": _shifted_down,
     "f32_of_i32": np.float32,
     "f32": np.float32,
 }
@@ -433,6 +441,8 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
         return await_copies
     if name == "hold":
         return lambda _: None
+    if name == "keep":
+        return lambda: None
     if name == "prefetch":
 
         def prefetch(address: int, size: int) -> None:
@@ -463,11 +473,12 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
 
         return nanoseconds
     if name == "load_system_i64":
-        load_word = _access("load_i64", memory)
 
-        def load_system(place: int) -> int:
+        def load_system(place: int) -> int:  # it may be of what somebody writes now
             memory.others()
-            word: int = load_word(place)
+            if place % 8:
+                raise KernelFault(f"8 bytes at {place:#x}: not aligned")
+            word: int = struct.unpack_from("<q", *memory.check(place, 8, "load"))[0]
             return word
 
         return load_system

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from make_model import make_model
 from make_routes import make_routes
 
 from strata_nb import Engine, Options, backend, link_rate
+from strata_nb.cache.policy import Moves
 from strata_nb.commands.bench_misses import Misses
 from strata_nb.commands.bench_report import Case, Outcome, Run, as_tables
 from strata_nb.errors import StrataError
@@ -100,6 +102,28 @@ def test_empty_slots_change_no_bit_and_fill_again(path: Path) -> None:
         model.ledger.check_integrity()
         assert same_bits(read_in(model, ids, 1), first)
         assert model.arena.resident > 0
+
+
+def test_ctrl_c_comes_when_experts_have_left_their_slots(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(path, DEVICE) as model:
+        read_in(model, random_tokens(5), 1)
+        arena, evict = model.arena, model.arena.evict
+
+        def interrupted(layer: int, expert: int) -> int:
+            signal.raise_signal(signal.SIGINT)
+            return evict(layer, expert)
+
+        monkeypatch.setattr(arena, "evict", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model._residency.carry_out(Moves([(0, 0), (1, 0)], []))
+        assert arena.resident == EXPERTS - 2
+        assert sum(map(len, arena.free_slots())) == 2
+        with pytest.raises(KeyboardInterrupt):
+            model.empty_slots()
+        assert arena.resident == 0
+        assert not arena.use.any()
 
 
 def test_what_was_missed_before_slots_are_emptied_still_counts(path: Path) -> None:

@@ -18,7 +18,7 @@ from gpu_launches import shaped
 from host_launches import normal
 from numpy.typing import NDArray
 
-from strata_nb import Sampling, card_backend, cuda_table
+from strata_nb import Sampling, card_backend, cuda_table, device_streaming
 from strata_nb.card_backend import CardBackend, CardProgram
 from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
@@ -114,7 +114,8 @@ def test_a_model_on_a_card_gives_the_hosts_logits_and_draws_from_them(
 
 
 @pytest.mark.slow
-def test_a_prompt_is_read_in_a_batch(tiny: Path) -> None:
+def test_a_prompt_is_read_in_a_batch(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_streaming, "LEAST_CHOICES", 8)  # of so few rows
     ids = random_tokens(14)
     with opened(tiny, rows=16, ctx=64) as model:
         wanted = read(model, model.open_sequence(), ids)

@@ -16,7 +16,7 @@ from gpu_card import Card
 from make_model import make_model
 from make_routes import make_routes
 
-from strata_nb import Engine, Options, Sampling, device_model, story_model
+from strata_nb import Engine, Options, Sampling, device_model, device_streaming, story_model
 from strata_nb.addresses import memory_view
 from strata_nb.backend import open_backend
 from strata_nb.device_model import DeviceModel
@@ -48,6 +48,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def on_card(path: Path, *, ctx: int = 256, rows: int = 8, **options: Any) -> Iterator[DeviceModel]:
+    options = {"cpu_pool": False, **options}  # with one, bits depend on who has slots
     with (
         closing(open_backend("cuda", 2)) as backend,
         closing(load(backend, path, ctx=ctx, rows=rows, **options)) as model,  # type: ignore[arg-type]
@@ -79,9 +80,14 @@ def test_a_row_has_the_same_bits_in_every_batch(
         assert same_bits(read_in(model, IDS, batch), exact)
 
 
-def test_experts_that_a_batch_reads_in_place_change_no_bit(model_file: Path, exact: Floats) -> None:
+@pytest.mark.parametrize("streams", [True, False])
+def test_experts_that_a_batch_reads_in_place_or_streams_change_no_bit(
+    model_file: Path, exact: Floats, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    monkeypatch.setattr(device_streaming, "LEAST_CHOICES", 1 if streams else 1 << 40)
     with on_card(model_file, rows=64, expert_cache="0") as model:
         assert same_bits(read_in(model, IDS, 64), exact)
+        assert (model.report().streamed == 2 * EXPERTS) == streams
 
 
 def test_sequences_are_read_in_one_batch(model_file: Path) -> None:

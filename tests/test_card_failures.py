@@ -17,7 +17,7 @@ from card_world import IMAGE, Entry
 from cuda_table_of_host import FailingTable, HostTable
 from device_world import load, make_tiny, random_tokens, read
 
-from strata_nb import Sampling
+from strata_nb import Sampling, device_streaming
 from strata_nb.card_backend import CardBackend
 from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
@@ -153,8 +153,9 @@ def test_tables_are_sent_again_after_a_step_that_failed(
 
 
 def test_a_batch_in_which_a_call_failed_gives_back_what_it_borrowed(
-    machine: Machine, tiny: Path
+    machine: Machine, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(device_streaming, "LEAST_CHOICES", 8)  # of so few rows
     with (
         closing(machine.open()) as backend,
         closing(load(backend, tiny, ctx=64, rows=16, expert_cache="2")) as model,  # type: ignore[arg-type]

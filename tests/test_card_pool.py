@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -9,10 +12,16 @@ import numpy as np
 import pytest
 from card_world import simulated_card
 from device_world import load, make_tiny, opened, random_tokens, read
+from gpu_card import Card
 
-from strata_nb import device_pool
+from strata_nb import Engine, Options, Sampling, device_pool
+from strata_nb.device_model import DeviceModel
+from strata_nb.errors import StrataError
+from strata_nb.kernels.host import pool as host_pool
+from strata_nb.kernels.reference import Floats
 
 GIB = 1 << 30
+GREEDY = Sampling(temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +37,7 @@ def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_pool, "pool_threads", lambda _: 2)
 
 
+@pytest.mark.slow
 def test_a_model_whose_missed_experts_the_cpu_computes_gives_the_hosts_logits(tiny: Path) -> None:
     ids = random_tokens(2)
     with opened(tiny, rows=8, ctx=64) as model:
@@ -42,3 +52,71 @@ def test_a_model_whose_missed_experts_the_cpu_computes_gives_the_hosts_logits(ti
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
     assert report.cpu_experts == report.misses > 0
     assert report.link_bytes == 0
+
+
+@pytest.fixture
+def on_card(card: Card, small: Path) -> Iterator[Engine]:
+    """A model on a card that leaves half of what it misses to the CPU."""
+    options = Options(small, "cuda", ctx_size=256, expert_cache="20%", pcie_frac=0.5, prefill=8)
+    with Engine.open(options) as engine:
+        yield engine
+
+
+def written(engine: Engine, count: int) -> list[int]:
+    with engine.open_session() as session:
+        session.extend([1])
+        some = session.generate(max_tokens=count, sampling=GREEDY, ignore_eos=True)
+        return [token.id for token in some]
+
+
+def logits(engine: Engine, ids: Sequence[int]) -> Floats:
+    """Return the logits behind each token, read one at a time."""
+    found = []
+    with engine.open_session() as session:
+        for token in ids:
+            session.extend([token])
+            found.append(session.next_logits().copy())
+    return np.stack(found)
+
+
+@pytest.mark.gpu
+def test_logits_with_a_pool_are_near_those_without(on_card: Engine, small: Path) -> None:
+    ids = random_tokens(40)
+    found, report = logits(on_card, ids), on_card.describe()
+    assert 0 < report.cpu_experts < report.misses
+    with Engine.open(Options(small, "cuda", ctx_size=256, prefill=8, cpu_pool=False)) as engine:
+        expected = logits(engine, ids)
+    # A sum that differs in its last bit may be another quant in the next product.
+    assert np.abs(found - expected).max() < 2e-2 * np.abs(expected).max()
+
+
+@pytest.mark.gpu
+def test_windows_one_behind_the_other_are_answered(on_card: Engine) -> None:
+    assert len(written(on_card, 200)) == 200
+    assert on_card.describe().cpu_experts > 200
+
+
+@pytest.mark.gpu
+def test_a_pool_that_stands_still_is_an_error_and_the_next_request_works(on_card: Engine) -> None:
+    before = written(on_card, 5)
+    model = on_card._model
+    assert isinstance(model, DeviceModel)
+    assert model._pool is not None
+    threads = model._pool._pool
+    threads._state[host_pool.of_thread(0, host_pool.HOLD)] = 1
+    with pytest.raises(StrataError, match="no answer within 2 s"):
+        written(on_card, 5)
+    assert len(written(on_card, 5)) == len(before)
+    assert model._pool.share == 0
+
+
+@pytest.mark.gpu
+def test_an_interrupt_in_a_window_leaves_a_model_that_goes_on(on_card: Engine) -> None:
+    session = on_card.open_session()
+    session.extend([1])
+    generation = session.generate(max_tokens=200, sampling=GREEDY, ignore_eos=True)
+    next(generation)
+    threading.Timer(0.01, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        list(generation)
+    assert len(written(on_card, 20)) == 20

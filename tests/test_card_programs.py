@@ -336,6 +336,7 @@ def test_prompts_are_measured_at_budgets_depths_and_until_the_first_token(
 
 def test_a_long_run_is_measured_topic_by_topic(run: Programs, small: str) -> None:
     words = ("--device=host:1x64MiB", "--slots=50", "--texts=3", "--topics=2", "--topic=8")
+    words += ("--deterministic",)
     found = run(card_long, small, *words)
     assert found["same_tokens"]
     assert found["tokens"] == 3 * 2 * 8
@@ -387,7 +388,7 @@ def test_texts_that_differ_between_budgets_end_the_program(
         (card_misses, "--budgets=101", "101: not percents"),
         (card_misses, "--adapt=off,never", "--adapt never: not known; insert, swap, off"),
         (card_long, "--texts=2", "--texts 2: not usable; a whole number, 3 or more"),
-        (card_prompts, "--rows=512,0", "--rows 512,0: not numbers of tokens"),
+        (card_prompts, "--rows=512,0", "--rows 512,0: not usable; whole numbers, 1 or more"),
         (card_misses, "--runs=0", "--runs 0: not usable; a whole number, 1 or more"),
         (card_misses, "--tokens=0", "--tokens 0"),
         (card_misses, "--cold=0", "--cold 0"),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 from console import Console, interruptible, start
 from model_shapes import LOGITS_SHAPES
 
+from strata_nb import Engine, Options
 from strata_nb.cache.profile import load_profile
 from strata_nb.commands import reading
 from strata_nb.compiling import cache_folder
@@ -85,6 +87,18 @@ def test_verbose_says_how_a_prompt_is_read_and_what_experts_cost(
     assert re.search(r"(?m)^read 16 of \d+ prompt tokens, [\d.,]+ tok/s$", err)
     _, _, err = run(*flags, "50%")
     assert "prompt tokens" not in err
+
+
+def test_verbose_counts_the_experts_that_were_streamed_since_the_line_before(model: str) -> None:
+    options = Options(model, "host:1x8MiB", ctx_size=64, expert_cache="50%")
+    with Engine.open(options) as engine:
+        before = replace(engine.describe(), streamed=5)
+    after = replace(before, misses=before.misses + 4, link_bytes=8 * 10**9, streamed=1007)
+    text = reading._from_host_memory(before, after, 0.5)
+    assert (
+        text
+        == "; 0.0% hits, 7.45 GiB of experts from host memory, 16.0 GB/s, 1,002 experts streamed"
+    )
 
 
 def test_a_device_that_is_too_small_is_refused_with_the_whole_sum(run: Console, model: str) -> None:

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from strata_nb.cpu import available_memory_bytes, memory_limit_bytes, physical_cores
+from strata_nb.cpu import (
+    available_memory_bytes,
+    memory_limit_bytes,
+    physical_cores,
+    usable_processors,
+)
 
 GIB = 1 << 30
 
@@ -34,6 +39,9 @@ class Machine:
 
     def cores(self) -> int:
         return physical_cores(proc=self.proc, sys=self.sys)
+
+    def processors(self) -> int:
+        return usable_processors(proc=self.proc, sys=self.sys)
 
     def memory(self) -> int:
         return available_memory_bytes(proc=self.proc, sys=self.sys)
@@ -89,6 +97,17 @@ def test_a_cgroup_quota_limits_the_cores_rounded_up(
     machine.write("proc/self/cgroup", "0::/a/b\n")
     machine.write("sys/fs/cgroup/a/b/cpu.max", quota + "\n")
     assert machine.cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("quota", "processors"), [("max 100000", 8), ("250000 100000", 2), ("1000 100000", 1)]
+)
+def test_usable_processors_are_threads_of_cores_within_the_whole_of_a_quota(
+    machine: Machine, quota: str, processors: int
+) -> None:
+    machine.write("proc/self/cgroup", "0::/a\n")
+    machine.write("sys/fs/cgroup/a/cpu.max", quota + "\n")
+    assert machine.processors() == processors
 
 
 def test_the_tightest_quota_up_the_tree_counts(machine: Machine) -> None:

@@ -14,6 +14,8 @@ from test_launch_ahead import Interrupted, begun, engine_of, model_of, nothing_a
 
 from strata_nb import Engine, Sampling
 from strata_nb.addresses import memory_view
+from strata_nb.cache.experts import Tier
+from strata_nb.cache.policy import Moves
 from strata_nb.errors import StrataError
 from strata_nb.steps import Row
 
@@ -152,6 +154,29 @@ def test_after_an_interrupt_the_host_knows_what_windows_have_done(
                 assert ids + [token.id for token in generation] == expected
 
 
+@pytest.mark.parametrize("name", ["begin", "run", "adopt"])
+def test_after_an_interrupt_the_host_believes_no_table_that_is_older_than_its_own(
+    small: Path, expected: list[int], name: str
+) -> None:
+    with filling(small) as engine, nothing_ahead():
+        model, session = model_of(engine), begun(engine)
+        sampling = Sampling(seed=3, temperature=1.0)
+        generation = session.generate(max_tokens=LENGTH, sampling=sampling, ignore_eos=True)
+        ids = [next(generation).id for _ in range(5)]
+        model.report()
+        layer, leaves = np.argwhere(model.arena.expert_tier == Tier.SLOT)[0].tolist()
+        comes = int(np.argmax(model.arena.expert_tier[layer]))
+        model._residency.carry_out(Moves([(layer, leaves)], [(layer, comes)]))
+        with pytest.MonkeyPatch.context() as patch:
+            owner: Any = model.arena if name == "adopt" else device_of(engine)
+            interrupt = Interrupted(getattr(owner, name), 1, KeyboardInterrupt())
+            patch.setattr(owner, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                next(generation)
+        check_tables(engine)
+        assert ids + [token.id for token in generation] == expected
+
+
 def test_after_a_window_that_failed_all_experts_are_at_home(
     small: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +235,27 @@ def test_a_prompt_batch_gives_slots_by_no_old_plan_and_fills_free_ones_behind(sm
         check_tables(engine)
     with engine_of(small) as engine:
         assert found == write(begun(engine), LENGTH)
+
+
+def test_a_plan_that_was_not_sent_is_sent_again(small: Path) -> None:
+    with filling(small) as engine:
+        write(begun(engine), 4)
+        model = model_of(engine)
+        sent: list[int] = []
+
+        def breaks(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model._backend, "send", breaks)
+            with pytest.raises(KeyboardInterrupt):
+                model._steps._filling.silence()
+            patch.setattr(model._backend, "send", lambda address, _: sent.append(address))
+            model._steps._filling.silence()
+            model._steps._filling.silence()
+        assert model._filling_places is not None
+        assert sent == [model._filling_places.plan]
+        model._steps._filling._silent_share = None
 
 
 def test_runs_that_measure_give_no_slots(small: Path) -> None:

@@ -14,8 +14,10 @@ import pytest
 from device_world import SHAPE, load, opened, random_tokens, read, read_in, same_bits
 from make_model import make_model
 from streaming_backend import StreamingBackend
+from test_launch_ahead import engine_of, write
 
 from strata_nb import Engine, Options, Sampling
+from strata_nb.commands.reading import _from_host_memory
 from strata_nb.device_model import DeviceModel
 from strata_nb.device_streaming import ExpertStreaming, ring_bytes
 from strata_nb.errors import DriverError
@@ -114,7 +116,7 @@ def test_each_blob_crosses_the_link_once_a_batch(
 
 def test_a_batch_of_few_rows_reads_experts_in_place(model_file: Path) -> None:
     with streams(model_file, expert_cache="0") as model:
-        for rows, comes in ((42, False), (43, True)):  # of 16 experts with 3 choices a row
+        for rows, comes in ((63, False), (64, True)):  # of 16 experts with 3 choices a row
             read_in(model, IDS[:rows], rows)
             assert (streaming_of(model).streamed > 0) == comes
             assert streaming_of(model).has_loan == comes
@@ -248,10 +250,42 @@ def test_buffers_of_its_own_are_counted_and_nothing_is_borrowed(
             assert (off in model.off) == (device == FULL)
 
 
+def test_tokens_behind_prompts_are_the_same_however_many_slots_there_are(
+    model_file: Path,
+) -> None:
+    found = []
+    for cache in ("100%", "40%", "3"):
+        with engine_of(model_file, ROOMY, StreamingBackend, prefill=64, expert_cache=cache) as one:
+            first, texts = one.describe(), []
+            for rows in (100, 64, 5):
+                with one.open_session() as session:
+                    session.extend(random_tokens(rows, rows))
+                    write(session, 10)
+                    session.extend(random_tokens(60, rows))
+                    write(session, 10)
+                    texts.append(session.ids)
+            found.append(texts)
+            report = one.describe()
+            assert (report.streamed > 0) == (cache != "100%")
+            said = _from_host_memory(first, report, 1.0)
+            assert said.endswith(" experts streamed") == (cache != "100%")
+            assert report.bytes_by_owner["loan"] == 0
+    assert found == found[:1] * 3
+
+
+def test_a_device_says_how_many_rows_a_prompt_batch_has(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StreamingBackend, "usual_rows", 40)
+    for prefill, rows in (("auto", 40), (64, 64)):
+        with engine_of(model_file, ROOMY, StreamingBackend, prefill=prefill) as engine:
+            assert engine.prefill_rows == rows
+
+
 def test_several_texts_share_a_batch(model_file: Path) -> None:
     with streams(model_file, expert_cache="50%") as model:
         sequences = [model.open_sequence(), model.open_sequence()]
-        rows = [Row(s, token, True) for s in sequences for token in IDS[:30]]
+        rows = [Row(s, token, True) for s in sequences for token in IDS[:32]]
         first, second = np.split(model.step(rows), 2)
         assert streaming_of(model).streamed > 0
         assert same_bits(first, second)

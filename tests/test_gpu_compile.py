@@ -20,7 +20,7 @@ from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS
 from strata_nb.kernels.gpu.last_norm import with_last_norms
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
-from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
+from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED, WITH_CPU
 from strata_nb.kernels.gpu.router import with_routers
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
@@ -71,10 +71,11 @@ def _normed(kinds: Sequence[T], widths: Sequence[int]) -> Iterator[CardLaunch]:
         for values in LENGTHS_OF_PRODUCTS:
             one = shaped("linear", kind, values=values, outputs=width, add=1)
             yield from card_launches((one, norm), 1)
-        down = shaped_for_card("expert_down", kind, values=768, outputs=width, top_k=8)
-        for made in with_last_norms([*down, norm]):
-            assert isinstance(made, CardLaunch)
-            yield made
+        for name in ("expert_down", "pool_down"):
+            down = shaped_for_card(name, kind, values=768, outputs=width, top_k=8)
+            for made in with_last_norms([*down, norm]):
+                assert isinstance(made, CardLaunch)
+                yield made
 
 
 def _routers(kinds: Sequence[T], widths: Sequence[int]) -> Iterator[CardLaunch]:
@@ -150,6 +151,10 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
         yield from ((kind, {}) for kind in kinds)
     elif name == "expert_fill":
         yield from ((None, {"experts": experts}) for experts, _ in ROUTERS)
+    elif name.startswith("pool_"):
+        for kind in sorted(PACKED) if lengths else OF_ALL_LENGTHS[:1]:
+            variant = (kind, kind) if name == "pool_gate_up" else kind
+            yield variant, {"values": LENGTHS_OF_PRODUCTS[0], **EXPERTS}
     elif axis == "weights" or name.startswith("expert_"):
         for kind in KINDS:
             count = 3 if lengths or kind in OF_ALL_LENGTHS else 1
@@ -170,7 +175,7 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
     elif name == "batch_group":
         yield from ((None, {"top_k": top_k}) for top_k in (2, 8))
     elif name == "route":
-        for (experts, top_k), decides in product(ROUTERS, (False, True)):
+        for (experts, top_k), decides in product(ROUTERS, (False, True, WITH_CPU)):
             yield decides, {"experts": experts, "top_k": top_k}
     else:
         yield None, {}

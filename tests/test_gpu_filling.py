@@ -21,7 +21,14 @@ from strata_nb.cache.filling import (
 )
 from strata_nb.fill_plans import MOST_LISTED, MOST_OFFERED, SHARE_UNITS
 from strata_nb.formats import TensorType as T
-from strata_nb.kernels.gpu.filling import ADDRESS, BY_CPU, COMES, IN_HOST_MEMORY, ROW_COMES
+from strata_nb.kernels.gpu.filling import (
+    ADDRESS,
+    BY_CPU,
+    COMES,
+    IN_HOST_MEMORY,
+    NOT_POSTED,
+    ROW_COMES,
+)
 from strata_nb.kernels.gpu.routed import WITH_CPU
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.reference import Integers
@@ -99,7 +106,9 @@ class Layer:
         assert np.array_equal(self.seen, seen)
         blobs = values["blobs"] - np.where(by_cpu, BY_CPU, 0)
         assert not np.any(blobs & BY_CPU)
-        self.check_words(chosen, came, before, after, blobs, values["sources"])
+        assert np.all(values["sources"][by_cpu] == NOT_POSTED)
+        sources = np.where(by_cpu, BEYOND, values["sources"])
+        self.check_words(chosen, came, before, after, blobs, sources)
 
     def check_words(
         self,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import gpu_simulator
 import kernel_references as plain
 import numpy as np
 import pytest
-from gpu_launches import aligned, shaped, simulate, simulated_program
+from gpu_launches import Run, aligned, shaped, simulate, simulated_program
 from host_launches import UNTOUCHED, Matrix, normal, same_bits
 
 from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu import one_row
 from strata_nb.kernels.gpu.card_launch import card_launch
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.program import Launch, launch
@@ -78,3 +80,28 @@ def test_products_together_have_the_bits_of_each_alone(
     for one in program:
         simulate(card_launch(one), 1, memory)
     assert all(same_bits(one, other) for one, other in zip(found, written, strict=True))
+
+
+@pytest.mark.parametrize("add", [0, 1])
+def test_groups_in_pairs_have_the_bits_of_each_alone(
+    gpu: Run, monkeypatch: pytest.MonkeyPatch, add: int
+) -> None:
+    monkeypatch.setattr(one_row, "_IN_PAIRS", 24)
+    matrix = Matrix.random(T.IQ3_S, 24, 512)  # three groups, of which the last is alone
+    before, bias = normal(1, 24, seed=2), normal(1, 24, seed=3)
+    values: dict[str, Any] = {
+        "rows": aligned(np.array([1])),
+        "x": aligned(plain.quantised(normal(1, 512, seed=1))),
+        "weight": aligned(matrix.data),
+        "bias": aligned(bias),
+        "values": 512,
+        "outputs": 24,
+        "add": add,
+    }
+    found = []
+    for most_rows in (1, 8):
+        y = aligned(np.concatenate([before, np.full((7, 24), UNTOUCHED)]).astype(np.float32))
+        gpu("linear", {**values, "y": y}, ["y"], variant=T.IQ3_S, most_rows=most_rows)
+        found.append(y[:1])
+    assert same_bits(*found)
+    assert not same_bits(found[0], before)

@@ -463,11 +463,11 @@ class Interrupted:
     def __init__(self, function: Callable[..., Any], nth: int, error: BaseException) -> None:
         self.function, self.left, self.error = function, nth, error
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *given: Any, **named: Any) -> Any:
         self.left -= 1
         if self.left == 0:
             raise self.error
-        return self.function(*given)
+        return self.function(*given, **named)
 
 
 @pytest.mark.parametrize("name", ["begin", "land", "_execute", "run"])

@@ -30,7 +30,7 @@ class Requests(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(chunks=34, kv_cells=128, kv_most_cells=512)
+        self.world = World(chunks=34, kv_cells=128, kv_most_cells=512, loan_bytes=3 * UNIT)
         self.ledger = self.world.open()
         self.heard: list[Change] = []
         self.ledger.announce = self.heard.append

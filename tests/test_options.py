@@ -40,6 +40,8 @@ FLAGS = {
     "deterministic": "--deterministic",
     "overlap": "--no-overlap",
     "prefill_borrow": "--no-prefill-borrow",
+    "cpu_pool": "--no-cpu-pool",
+    "pcie_frac": "--pcie-frac",
     "adapt": "--adapt",
     "adapt_every": "--adapt-every",
     "adapt_swaps": "--adapt-swaps",
@@ -92,10 +94,11 @@ REFUSED_OPTIONS: list[tuple[str, Any]] = [
     *(("vram_limit", value) for value in (-1, 0, (1 << 20) - 1, 2**63 + 1, 2.0**30, "12GiB", True)),
     *(
         (name, value)
-        for name in ("deterministic", "vram_elastic", "overlap", "prefill_borrow")
+        for name in ("deterministic", "vram_elastic", "overlap", "prefill_borrow", "cpu_pool")
         for value in (0, 1, None, "yes")
     ),
     *(("kv_grow", value) for value in (0, 1, "yes")),
+    *(("pcie_frac", value) for value in (-0.1, 1.1, math.nan, "0.5", "all", None, True)),
     *(("adapt", value) for value in ("", "on", "lru", None, True)),
     *(
         (name, value)
@@ -164,6 +167,8 @@ def test_options_leave_every_choice_to_the_engine() -> None:
         "deterministic": False,
         "overlap": True,
         "prefill_borrow": True,
+        "cpu_pool": True,
+        "pcie_frac": "auto",
         "adapt": "insert",
         "adapt_every": None,
         "adapt_swaps": None,

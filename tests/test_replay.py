@@ -24,6 +24,7 @@ from strata_nb.cache.policy import (
 from strata_nb.cache.profile import rank_by_use
 from strata_nb.cache.replay import Routes, optimum, replay
 from strata_nb.cache.routing import count_use
+from strata_nb.fill_plans import SHARE_UNITS
 
 Experts = frozenset[int]
 
@@ -207,6 +208,12 @@ def test_what_is_decided_within_windows_hits_nearly_as_often() -> None:
         assert within.written <= within.choices - within.hits
     whole = [(layer, expert) for layer in range(2) for expert in range(32)]
     assert replay_filling(routes, 32, Static(2, 32), 64, whole).hit_rate == 1
+    shared = [
+        replay_filling(routes, 32, Insertion(ranks), 32, [], share)
+        for share in (0, SHARE_UNITS // 2, SHARE_UNITS)
+    ]
+    assert shared[0].written > shared[1].written > shared[2].written == 0
+    assert shared[2].hits == 0
 
 
 def test_behind_a_prompt_less_is_copied_and_more_of_it_is_used_than_behind_a_window() -> None:

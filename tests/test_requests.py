@@ -40,7 +40,7 @@ from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory
 
 ALL = list(np.ndindex(len(BLOBS), EXPERTS))
 LAYOUT = SlotLayout(BLOBS, EXPERTS)
-NEEDS = Needs(UNIT, UNIT, KV, 128, 640, LAYOUT)
+NEEDS = Needs(UNIT, UNIT, KV, 128, 640, LAYOUT, loan_bytes=4 * UNIT)
 PLAN = plan_capacity(NEEDS, 40 * UNIT, 100 * UNIT, UNIT)
 
 
@@ -88,16 +88,17 @@ def holds(ledger: Ledger, sequence: int, numbers: list[int]) -> bool:
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
-    loan = draw(st.sampled_from([0, 0, 2]))
+    loan = draw(st.sampled_from([0, 0, 2, 7]))
+    most = PLAN.arena_chunks + PLAN.loan_chunks
     held = Holdings(
-        experts=draw(st.integers(0, PLAN.arena_chunks - loan)),
+        experts=draw(st.integers(0, min(PLAN.arena_chunks, most - loan))),
         kv=draw(st.integers(0, PLAN.kv_chunks)),
         loan=loan,
         spare=draw(st.integers(0, 5)),
     )
     live = draw(st.integers(0, held.kv * UNIT // KV.block_bytes))
     kv_limit = draw(st.sampled_from([PLAN.kv_chunks, held.kv]))
-    arena_limit = draw(st.sampled_from([PLAN.arena_chunks, held.experts + loan]))
+    arena_limit = draw(st.sampled_from([most, held.experts + loan]))
     obtainable, owed = draw(st.sampled_from([(20, 0), (3, 0), (0, 0), (0, 4)]))
     return Situation(0, PLAN, held, obtainable, owed, live, kv_limit, arena_limit)
 
@@ -129,6 +130,7 @@ def test_a_plan_keeps_the_rules_whatever_was_before(now: Situation, name: str, c
     assert wanted.kv <= max(held.kv, min(PLAN.kv_chunks, now.kv_limit))
     assert wanted.kv >= min(held.kv, PLAN.chunks_for_blocks(now.live_blocks))
     assert wanted.experts + wanted.loan <= max(now.arena_limit, held.experts + held.loan)
+    assert wanted.experts <= PLAN.arena_chunks
     if name != "detach":
         assert wanted.experts >= min(held.experts, PLAN.floor_chunks)
     if held.loan and name != "end_loan":
@@ -150,6 +152,18 @@ def test_a_plan_keeps_the_rules_whatever_was_before(now: Situation, name: str, c
     if name == "trim_kv":
         given_up = held.kv - wanted.kv
         assert held.chunks - wanted.chunks >= min(given_up, now.owed)
+
+
+def test_what_nobody_uses_is_lent_first_and_goes_back_to_the_system() -> None:
+    held = Holdings(experts=PLAN.arena_chunks, kv=2)
+    now = Situation(0, PLAN, held, 3, 0, 0, PLAN.kv_chunks, PLAN.arena_chunks + PLAN.loan_chunks)
+    assert now.lendable == 3 + PLAN.arena_chunks - PLAN.floor_chunks
+    assert requests.lend(now, 2) == replace(held, loan=2)
+    lent = requests.lend(now, 5)
+    assert lent == replace(held, experts=held.experts - 2, loan=5)
+    assert requests.end_loan(replace(now, held=lent)) == held
+    no_room = replace(now, arena_limit=PLAN.arena_chunks)  # for a chunk that nobody uses
+    assert requests.lend(no_room, 2) == replace(held, experts=held.experts - 2, loan=2)
 
 
 def test_growth_takes_spare_memory_first_then_the_systems_then_experts() -> None:

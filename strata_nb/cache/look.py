@@ -27,6 +27,7 @@ class Look:
     resident          int64 (n, 2): layer and expert of those in slots
     offsets, sizes    int64 (n,): where their bytes are in the arena
     blocks            int64: where the K/V blocks begin that sequences hold, of `block_bytes`
+    by_cpu            missed experts that the CPU computed, of which a ledger knows nothing
     """
 
     chunk_bytes: int
@@ -44,6 +45,7 @@ class Look:
     sizes: Numbers
     blocks: Numbers
     block_bytes: int
+    by_cpu: int = 0
 
     def arena_heat(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return for each chunk of the arena the sum of the values of experts with bytes in it.

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from strata_nb.cache.experts import ExpertArena, Tier
 from strata_nb.cache.policy import Counts, Heat, Maker, Mask, Moves, Policy, Ranks, Worth
 from strata_nb.errors import DeviceLost, DriverError
+from strata_nb.interrupts import interrupts_later
 
 Routes = npt.NDArray[np.integer]
 
@@ -100,10 +101,11 @@ class Residency:
         No answer needs this: where a copy fails, who left has left and nobody came, and a line says
         so, one until copies succeed again. Raises DeviceLost.
         """
-        for layer, expert in moves.evicted:
-            self._arena.evict(layer, expert)
         if moves.evicted:
-            self._arena.reclaim()
+            with interrupts_later():
+                for layer, expert in moves.evicted:
+                    self._arena.evict(layer, expert)
+                self._arena.reclaim()
         if moves.inserted:
             self._insert(moves.inserted)
 

@@ -43,8 +43,10 @@ def _from_host_memory(before: Report, after: Report, seconds: float) -> str:
     if not after.slots or not misses:
         return ""
     size_bytes = after.link_bytes - before.link_bytes
+    streamed = after.streamed - before.streamed
+    how = f", {streamed:,} experts streamed" if streamed else ""
     return (
         f"; {hits / (hits + misses):.1%} hits, "
         f"{bytes_text(size_bytes)} of experts from host memory, "
-        f"{size_bytes / max(seconds, 1e-9) / 1e9:.1f} GB/s"
+        f"{size_bytes / max(seconds, 1e-9) / 1e9:.1f} GB/s{how}"
     )

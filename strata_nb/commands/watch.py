@@ -189,6 +189,8 @@ class Watch:
             parts.append(f"{look.hits / (look.hits + look.misses):.1%} hits")
         if look.filled:
             parts.append(f"{look.filled:,} misses kept")
+        if look.by_cpu:
+            parts.append(f"{look.by_cpu:,} computed by the CPU")
         if self._generation.generated > 1:  # the first is not of `decode_s`
             rate = (self._generation.generated - 1) / self._generation.decode_s
             parts.append(f"{rate:.1f} tok/s")

@@ -55,14 +55,8 @@ def quantise_sub_block(x: Any, lane: Any, target_row: Any, sub_blocks: Any, numb
     sub_blocks   how many it has
     """
     bits = warp_max_i32(i32(bits_of_f32(x) & _MAGNITUDE))
-    magnitude = f32_of_bits(bits)
-    scale = f32(0.0)
-    quant = i32(0)
-    if bits >= _INFINITY:
-        scale = f32_of_bits(_NAN)
-    elif magnitude >= f32(SMALLEST):
-        scale = magnitude / f32(127.0)
-        quant = nearest_i32(x * (f32(127.0) / magnitude))
+    scale, factor = _scale_of(bits)
+    quant = i32(0) if factor == f32(0.0) else nearest_i32(x * factor)
     half = i32(quant + shuffle_xor_i32(quant, 8))
     half = i32(half + shuffle_xor_i32(half, 4))
     half = i32(half + shuffle_xor_i32(half, 2))
@@ -74,6 +68,63 @@ def quantise_sub_block(x: Any, lane: Any, target_row: Any, sub_blocks: Any, numb
         store_i32(target_row + SUMS * sub_blocks + 4 * number, whole)
     if lane & 15 == 0:
         store_i32(target_row + HALF_SUMS * sub_blocks + 8 * number + (lane >> 2), half)
+
+
+def _scale_of(bits: Any) -> Any:
+    """Return the scale of a sub-block whose largest magnitude has these bits, and what turns its
+    values into quants; without quants 0."""
+    magnitude = f32_of_bits(bits)
+    if bits >= _INFINITY:
+        return f32_of_bits(_NAN), f32(0.0)
+    if magnitude >= f32(SMALLEST):
+        return magnitude / f32(127.0), f32(127.0) / magnitude
+    return f32(0.0), f32(0.0)
+
+
+def _largest(x: Any) -> Any:
+    a, b, c, d = x
+    ab = max(i32(bits_of_f32(a) & _MAGNITUDE), i32(bits_of_f32(b) & _MAGNITUDE))
+    return max(ab, max(i32(bits_of_f32(c) & _MAGNITUDE), i32(bits_of_f32(d) & _MAGNITUDE)))
+
+
+def _four_quants(x: Any, factor: Any) -> Any:
+    """Return the word of four quants, and their sum."""
+    if factor == f32(0.0):
+        return i32(0), i32(0)
+    a, b, c, d = x
+    a, b = nearest_i32(a * factor), nearest_i32(b * factor)
+    c, d = nearest_i32(c * factor), nearest_i32(d * factor)
+    word = i32(a & 255 | (b & 255) << 8 | (c & 255) << 16 | d << 24)
+    return word, i32(i32(a + b) + i32(c + d))
+
+
+def quantise_quarter(
+    x: Any, lane: Any, target_row: Any, sub_blocks: Any, number: Any, is_wanted: Any
+) -> None:
+    """Quantise what four lanes have of a sub-block each, as `quantise_sub_block` does it.
+
+    x           eight float32: values 32 * number + 8 * (lane % 4) .. of the row
+    lane        0 .. 31, of the warp; all 32 take part
+    is_wanted   whether anything is written, the same in these four
+    """
+    bits = max(_largest(x[:4]), _largest(x[4:]))
+    bits = max(bits, shuffle_xor_i32(bits, 1))
+    bits = max(bits, shuffle_xor_i32(bits, 2))
+    scale, factor = _scale_of(bits)
+    (first, one_sum), (second, other_sum) = _four_quants(x[:4], factor), _four_quants(x[4:], factor)
+    half = i32(one_sum + other_sum)
+    half = i32(half + shuffle_xor_i32(half, 1))
+    whole = i32(half + shuffle_xor_i32(half, 2))
+    quarter = lane & 3
+    if is_wanted:
+        place = target_row + SUB_BLOCK * number + 8 * quarter
+        store_i32(place, first)
+        store_i32(place + 4, second)
+        if quarter == 0:
+            store_f32(target_row + SCALES * sub_blocks + 4 * number, scale)
+            store_i32(target_row + SUMS * sub_blocks + 4 * number, whole)
+        if quarter & 1 == 0:
+            store_i32(target_row + HALF_SUMS * sub_blocks + 8 * number + 2 * quarter, half)
 
 
 def _quantise(rows: int, x: int, packed: int, times: int, values: int) -> None:

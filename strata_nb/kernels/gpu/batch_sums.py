@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from strata_nb.kernels.gpu.activations import quantise_sub_block
+from strata_nb.kernels.gpu.activations import quantise_quarter
 from strata_nb.kernels.gpu.exponential import silu
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
@@ -21,12 +21,13 @@ from strata_nb.kernels.gpu.intrinsics import (
     bits_of_f32,
     f32,
     fetch_f32,
+    load_4xf32,
     load_f32,
     load_i64,
     shared_load_4xf32,
-    shared_load_f32,
     shared_store_4xi32,
     shared_store_f32,
+    store_4xi32,
     store_f32,
 )
 from strata_nb.kernels.gpu.operations import Function
@@ -37,6 +38,7 @@ PIECE = 8  # rows that an instruction multiplies
 PIECES = 4  # of a lane
 LANE_ROWS = PIECE * PIECES
 _FOUR = 16  # bytes of a piece's sums
+_AT_ONCE = 8  # sub-blocks that a warp quantises
 _SHIFT = SUB_BLOCK.bit_length() - 1
 
 
@@ -154,6 +156,13 @@ def sums_of(threads: int, outputs_of_block: int) -> Sums:
             kept += apart
             number += PIECE
 
+    def gated(x: Any, up: Any) -> Any:
+        return silu(x[0]) * up[0], silu(x[1]) * up[1], silu(x[2]) * up[2], silu(x[3]) * up[3]
+
+    def store_four(place: int, x: Any) -> None:
+        a, b, c, d = bits_of_f32(x[0]), bits_of_f32(x[1]), bits_of_f32(x[2]), bits_of_f32(x[3])
+        store_4xi32(place, a, b, c, d)
+
     def gate(
         place: Any,
         first: int,
@@ -178,19 +187,25 @@ def sums_of(threads: int, outputs_of_block: int) -> Sums:
             kept += apart
             number += PIECE
         barrier()
-        lane, number = thread & WARP - 1, thread >> 5
-        while number < sub_blocks_of_block * here:
-            row = number // sub_blocks_of_block
-            column = SUB_BLOCK * (number % sub_blocks_of_block)
+        # Four lanes have a sub-block of a row, eight values each.
+        lane, number = thread & WARP - 1, _AT_ONCE * (thread >> 5)
+        last = sub_blocks_of_block * here - 1
+        while number <= last:
+            own = min(number + (lane >> 2), last)
+            row, column = own // sub_blocks_of_block, SUB_BLOCK * (own % sub_blocks_of_block)
+            column += 8 * (lane & 3)
             output = block + column
-            if output < outputs:
-                up = shared_load_f32(4 * (row_floats * row + column + lane))
-                choice = load_i64(targets + 8 * (first + row))
-                value_at = inner + 4 * (outputs * choice + output + lane)
-                value = silu(load_f32(value_at)) * up
-                store_f32(value_at, value)
-                target = packed + SUB_BLOCK_BYTES * (outputs >> _SHIFT) * choice
-                quantise_sub_block(value, lane, target, outputs >> _SHIFT, output >> _SHIFT)
-            number += warps
+            is_there = number + (lane >> 2) <= last and output < outputs
+            choice = load_i64(targets + 8 * (first + row))
+            value_at = inner + 4 * (outputs * choice + min(output, outputs - 8))
+            value = 4 * (row_floats * row + column)
+            a = gated(load_4xf32(value_at), shared_load_4xf32(value))
+            b = gated(load_4xf32(value_at + 16), shared_load_4xf32(value + 16))
+            if is_there:
+                store_four(value_at, a)
+                store_four(value_at + 16, b)
+            target = packed + SUB_BLOCK_BYTES * (outputs >> _SHIFT) * choice
+            quantise_quarter(a + b, lane, target, outputs >> _SHIFT, output >> _SHIFT, is_there)
+            number += _AT_ONCE * warps
 
     return Sums(clear, keep, store, gate)

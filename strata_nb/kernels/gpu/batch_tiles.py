@@ -16,14 +16,13 @@ order in which a window adds the products of a row (`tiles.py`), whatever the ba
 So a row has the same bits alone and in company. A lane keeps the four chains in registers, so that
 a tile is read once, and the sum of the parts in shared memory.
 
-What it costs is instructions. In Q4_K a warp takes 46 for 64 values of 16 outputs and 8 rows, of
-which 40 scale and add and 2 multiply; all that is done once for up to 32 rows adds a third of that.
+In Q4_K a warp takes 34 instructions for 64 values of 16 outputs and 8 rows, of which 28 scale and
+add and 2 are products of matrices; what is done once for up to 32 rows adds a good half of that.
 Only pieces of eight rows that there are are multiplied.
 """
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -66,11 +65,11 @@ from strata_nb.kernels.gpu.tile_rows import APART, TILE
 from strata_nb.kernels.quantised_rows import SCALES, SUB_BLOCK_BYTES, SUMS
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
-_WARPS = int(os.environ.get("VARIANT_WARPS", "4"))
+_WARPS = 4
 THREADS = WARP * _WARPS
 OUTPUTS = 16 * _WARPS  # of a block
 ROWS = LANE_ROWS  # at most, of a block
-REGISTERS = int(os.environ.get("VARIANT_REGISTERS", "168"))  # three blocks a multiprocessor
+REGISTERS = 168  # three blocks a multiprocessor
 SPILLS = 64  # bytes at most that newer targets keep in memory, of what is wanted once a tile
 _QUARTERS = TILE // 2
 _TILE_BYTES = TILE * SUB_BLOCK  # of a row's quants
@@ -287,7 +286,7 @@ def block_product(kind: TensorType) -> Function:
         has_row: bool,
         tile: int,
     ) -> None:
-        """Ask for this thread's share of a tile: of eight outputs, and of a row."""
+        """Ask for this thread's share of a tile: half of an output, and a quarter of a row."""
         target = i32(stage + group_bytes * (thread >> 4))
         blocks, in_group, s = sub_blocks >> 3, i32(thread & 7), i32(thread >> 3 & 1)
         copy(target, group, rows_in_group, in_group, blocks, tile, s)
@@ -309,7 +308,7 @@ def block_product(kind: TensorType) -> Function:
         thread, sub_blocks, tiles = i32(thread_index()), i32(values >> 5), i32(values >> 8)
         here, parts = i32(here), min(i32(parts), tiles)
         warp, lane = i32(thread >> 5), i32(thread & WARP - 1)
-        # What this thread brings: half of a group's row of outputs, a quarter of a row.
+        # What this thread brings: half of an output, a quarter of a row.
         output = min(block + GROUP_ROWS * (thread >> 4), outputs - 1 & -GROUP_ROWS)
         group = once_i64(weight + output * bytes_of_row(sub_blocks))
         rows_in_group = once_i32(i32(min(outputs - output, GROUP_ROWS)))

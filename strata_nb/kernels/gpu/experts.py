@@ -5,9 +5,10 @@ one row over all its experts: products of single experts are not kept, and nothi
 blocks. Blocks of the same outputs and other choices follow each other, so that of two rows with the
 same expert the second finds in the card's cache what the first has read.
 
-Both are bound by memory and short: a block asks for all of its weights as soon as it knows where
-they are, and then goes through them a tile at a time. `expert_down` knows before the launch before
-it has ended, because `route` was two launches ago.
+Both are bound by memory and short. A warp of `expert_gate_up` reads a tile of gate and one of up,
+all of them before it multiplies; to ask for the other tiles meanwhile, through the card's cache,
+takes longer than not to. `expert_down` knows where its weights are before the launch before it has
+ended, because `route` was two launches ago, and asks for all of them.
 
 Of an expert without a slot nothing is asked for ahead: host memory is read once, by who uses it.
 One that comes to a slot is brought there by all blocks, each what it reads (`filling.py`).
@@ -35,15 +36,18 @@ from strata_nb.kernels.gpu.filling import (
 from strata_nb.kernels.gpu.floats import EIGHT, FLOATS, lane_product
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
+    as_one,
     await_previous,
     barrier,
     block_x,
     block_y,
     block_z,
+    early,
     f32,
     fma,
     i32,
     i64,
+    keep,
     load_f32,
     load_i64,
     prefetch,
@@ -158,6 +162,17 @@ _PART_BITS = (WARP * _GROUPS).bit_length() - 1  # of the number of a thread, bel
 _SUMS_BYTES = 4 * SUB_BLOCK
 # What these decode does not fit 64 registers.
 _WIDE = {TensorType.Q3_K, TensorType.IQ2_S, TensorType.IQ1_M}
+# Nor does a tile of gate and one of up, read together, of these.
+_LARGE = {
+    TensorType.Q2_K,
+    TensorType.Q4_0,
+    TensorType.Q4_1,
+    TensorType.Q5_0,
+    TensorType.Q5_1,
+    TensorType.Q6_K,
+    TensorType.Q8_0,
+    TensorType.IQ3_XXS,
+}
 
 
 def _gate_up_grid(arguments: Arguments, most_rows: int) -> Grid:
@@ -206,11 +221,29 @@ def _packed_gate_up(
     fill_up = table_filler(up_kind, up_table, _GATE_UP_THREADS)
     gate_bytes = row_bytes_of(gate_kind)(sub_blocks)
     up_bytes = row_bytes_of(up_kind)(sub_blocks)
-    ask_gate = _asker(gate_kind, sub_blocks, is_whole)
-    ask_up = _asker(up_kind, sub_blocks, is_whole)
     bring_gate = bringer(_in_sixteens(gate_bytes), _GATE_UP_THREADS)
     bring_up = bringer(_in_sixteens(up_bytes), _GATE_UP_THREADS)
     tiles = tiles_of(sub_blocks)
+    turns, is_full = blocks_of(tiles, PARTS), tiles % PARTS == 0
+    are_kept = not {gate_kind, up_kind} & (_WIDE | _LARGE)
+
+    def add_both(
+        gate: Any,
+        up: Any,
+        of_gate: int,
+        of_up: int,
+        rows_here: int,
+        row: int,
+        quarter: int,
+        tile: int,
+        x: int,
+    ) -> Any:
+        gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
+        up_words = read_up(of_up, rows_here, row, quarter, tile)
+        if are_kept:
+            keep()
+        gate = add_gate(gate, gate_words, x, quarter, tile)
+        return gate, add_up(up, up_words, x, quarter, tile)
 
     def expert_gate_up(
         rows: int,
@@ -229,9 +262,15 @@ def _packed_gate_up(
         in_row, block = i64(block_y()), SUB_BLOCK * i64(block_z())
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
-        number, part = warp & _GROUPS - 1, thread >> _PART_BITS
-        first, quarter = block + GROUP_ROWS * number, lane >> 3
-        of_row, choice = x + row_bytes * in_row, in_row * top_k + block_x()
+        number, part = warp & _GROUPS - 1, early(thread >> _PART_BITS)
+        # A group behind the last is the last again, and its sums are of no output.
+        first = min(block + GROUP_ROWS * number, outputs - 1 & -GROUP_ROWS)
+        rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
+        row, quarter = lane & GROUP_ROWS - 1, early(lane >> 3)
+        row = early(row if is_whole else min(row, rows_here - 1))
+        gate_at = early(gate_offset + first * gate_bytes)
+        up_at = early(up_offset + first * up_bytes)
+        of_row, choice = early(x + row_bytes * in_row), in_row * top_k + block_x()
         here = load_i64(rows)
         fill_gate(thread)
         if not is_one_type:
@@ -240,32 +279,24 @@ def _packed_gate_up(
         if in_row >= here:
             return
         word = load_i64(blobs + 8 * choice)
-        of_block = min(outputs - block, SUB_BLOCK)
-        before_gate, before_up = gate_offset + block * gate_bytes, up_offset + block * up_bytes
-        if thread == 0:
-            ask_gate(word, before_gate, of_block)
-        if thread == WARP:
-            ask_up(word, before_up, of_block)
         if word & COMES != 0:
+            of_block = min(outputs - block, SUB_BLOCK)
+            before_gate, before_up = gate_offset + block * gate_bytes, up_offset + block * up_bytes
             source = load_i64(sources + 8 * choice)
             bring_gate(word, source, before_gate, of_block * gate_bytes, thread)
             bring_up(word, source, before_up, of_block * up_bytes, thread)
             barrier()
             word = load_i64(blobs + 8 * choice)
         blob = word & ADDRESS
-        gate, up = f32(0.0), f32(0.0)
-        if first < outputs:
-            rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
-            row = lane & GROUP_ROWS - 1 if is_whole else min(lane & GROUP_ROWS - 1, rows_here - 1)
-            of_gate = blob + gate_offset + first * gate_bytes
-            of_up = blob + up_offset + first * up_bytes
-            tile = part
-            while tile < tiles:
-                gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
-                up_words = read_up(of_up, rows_here, row, quarter, tile)
-                gate = add_gate(gate, gate_words, of_row, quarter, tile)
-                up = add_up(up, up_words, of_row, quarter, tile)
-                tile += PARTS
+        of_gate, of_up = blob + gate_at, blob + up_at
+        gate, up, turn = f32(0.0), f32(0.0), 1
+        if is_full or part < tiles:
+            gate, up = add_both(gate, up, of_gate, of_up, rows_here, row, quarter, part, of_row)
+        while turn < turns:
+            tile = part + PARTS * turn
+            if is_full or tile < tiles:
+                gate, up = add_both(gate, up, of_gate, of_up, rows_here, row, quarter, tile, of_row)
+            turn += 1
         gate, up = row_sum(gate), row_sum(up)
         if lane < GROUP_ROWS:
             place = _SUMS_BYTES * part + 4 * (GROUP_ROWS * number + lane)
@@ -477,7 +508,7 @@ def _packed_down(
         if item >= items or turn >= turns:
             return f32(0.0)
         if tile < tiles:
-            x = inner + SUB_BLOCK_BYTES * sub_blocks * choice_of(item)
+            x = as_one(inner + SUB_BLOCK_BYTES * sub_blocks * choice_of(item))
             total = add_tile(total, words, x, quarter, tile)
         if turn % each < each - 1:
             return total
@@ -577,7 +608,6 @@ def _packed_down(
         down(rows, blobs, sources, inner, shares, y, down_offset, outputs, 0)
 
     name = _of_shape(f"expert_down_{kind.name}_{top_k}x", sub_blocks, is_whole)
-    name += "_pool" if pools else ""
     shared_bytes = table + table_bytes(kind)
     return GpuKernel(
         name,

@@ -22,7 +22,8 @@ ended, because of three launches in a row the first has ended before the third b
               ROW_COMES where that of any choice of the row is
     sources   int64 (rows, top_k): where a blob that comes is brought from; else not written
 
-Of a single row some of the missed may be computed by the CPU instead (`pooled.py`): BY_CPU.
+Of a single row some of the missed may be computed by the CPU instead (`pooled.py`): BY_CPU. In
+`sources` they have NOT_POSTED, until something else says that the message is on its way.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ from strata_nb.kernels.gpu.operations import Function, GpuKernel, blocks_of
 
 # Added to the address of a blob, which is a multiple of 256.
 IN_HOST_MEMORY, COMES, ROW_COMES, BY_CPU = 1, 2, 4, 8
+NOT_POSTED = 0
 ADDRESS = -256  # of a word of `blobs`: those bits that are the address
 
 NOBODY = -1

@@ -130,6 +130,18 @@ def _shared(builder: Any, offset: Any, kind: Any) -> Any:
     return builder.bitcast(place, kind.as_pointer(_SHARED))
 
 
+def _amd_as_one(builder: Any, arguments: list[Any]) -> Any:
+    """Say that the address may be another one, as far as LLVM is to know."""
+    ir = _ir()
+    kind = ir.IntType(8).as_pointer()
+    name = "llvm.launder.invariant.group.p0"
+    found = builder.module.globals.get(name) or ir.Function(
+        builder.module, ir.FunctionType(kind, [kind]), name
+    )
+    pointer = builder.inttoptr(arguments[0], kind)
+    return builder.ptrtoint(builder.call(found, [pointer]), arguments[0].type)
+
+
 def _load(stored: str, result: str, place: Callable[..., Any], *, constant: bool) -> Emit:
     """Return what loads one value, widened with zeros to its result.
 
@@ -195,6 +207,12 @@ def _store(stored: str, place: Callable[..., Any]) -> Emit:
 
     return emit
 
+
+# The same address, whose parts a compiler does not see. AMD's keeps each sum of some of them that a
+# loop does not change in registers of its own; NVIDIA's computes them again.
+as_one = Intrinsic(
+    "as_one", "i64(i64)", ptx=lambda builder, arguments: arguments[0], amdgpu=_amd_as_one
+)
 
 # Of memory that a kernel may also write. Addresses are multiples of the size.
 load_f32 = Intrinsic("load_f32", "f32(i64)", body=_load("f32", "f32", _global, constant=False))
@@ -374,6 +392,13 @@ class ConstantTable(Intrinsic):
         return builder.load(place, align=4)
 
 
+def _nvidia_early(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    word = ir.IntType(64)
+    code = ir.InlineAsm(ir.FunctionType(word, [word]), "mov.b64 $0, $1;", "=l,l", True)
+    return builder.call(code, arguments)
+
+
 # -- launches that overlap -------------------------------------------------------------------------
 #
 # A card may start a kernel while the one before it still runs. Every kernel waits here for all that
@@ -394,6 +419,14 @@ hold = Intrinsic(
     ptx=since(90, "{ .reg .pred p; setp.eq.s32 p, $0, 1; @p nanosleep.u32 0; }", "r"),
     amdgpu=_nothing,
 )
+
+# The same number, computed where this stands: a compiler moves it to where it is used otherwise,
+# behind a wait in which there is time for it.
+early = Intrinsic("early", "i64(i64)", ptx=_nvidia_early, amdgpu=lambda _, arguments: arguments[0])
+
+# Loads in front of it stay there: without it a compiler that saves registers asks for some of them
+# when others have come. All lanes of a warp meet.
+keep = Intrinsic("keep", "void()", ptx=since(90, "bar.warp.sync -1;", ""), amdgpu=_nothing)
 
 # Ask for bytes to be brought into the card's cache: address and size are multiples of 16. It
 # changes nothing but the time that loads of them take.
@@ -923,6 +956,12 @@ def _convert(kind: str) -> Emit:
 # The lower 32 bits of an integer, as a signed one.
 i32 = Intrinsic("i32", "i32(i64)", body=_convert("i32"))
 i64 = Intrinsic("i64", "i64(i64)", body=_convert("i64"))
+# A word moved down by less than 32 bits, zeros behind it: Python's >> by a variable takes 64 bits.
+shifted_down = Intrinsic(
+    "shifted_down",
+    "i32(i32, i32)",
+    body=lambda builder, arguments: builder.lshr(*arguments),
+)
 # The float nearest to an integer.
 f32_of_i32 = Intrinsic(
     "f32_of_i32",

@@ -50,6 +50,7 @@ from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 MOST_WEIGHTS = 3
 _HELD = 2  # tiles that a warp has in registers
 _MOST_WARPS = 16
+_IN_PAIRS = 32_768  # outputs of which halves as many blocks still are many more than a card runs
 
 
 def warps_of(values: int) -> int:
@@ -134,6 +135,67 @@ def _group_of(kind: TensorType, sub_blocks: int, in_eights: bool) -> Function:
     return group_of
 
 
+@cache
+def _pair_of(kind: TensorType, sub_blocks: int) -> Function:
+    """Return a function as `_group_of` does: two groups, the second of them twice if it is the
+    last. A table is put into shared memory once for both, and the row is read once."""
+    warps = warps_of(SUB_BLOCK * sub_blocks)
+    sums_bytes = _sums_bytes(warps)
+    table = 2 * sums_bytes
+    read, add = tile_product(kind, sub_blocks, table)
+    fill = table_filler(kind, table, WARP * warps)
+    row_bytes = row_bytes_of(kind)(sub_blocks)
+
+    def pair_of(
+        rows: int,
+        x: int,
+        weight: int,
+        bias: int,
+        y: int,
+        outputs: int,
+        plus: int,
+        number: int,
+    ) -> None:
+        thread, first = i64(thread_index()), 2 * GROUP_ROWS * number
+        second = min(first + GROUP_ROWS, outputs - GROUP_ROWS)
+        tile, lane = thread >> 5, thread & WARP - 1
+        row, quarter, other = lane & GROUP_ROWS - 1, lane >> 3, tile + warps
+        group, next_group = weight + first * row_bytes, weight + second * row_bytes
+        ones = read(group, GROUP_ROWS, row, quarter, tile)
+        next_ones = read(next_group, GROUP_ROWS, row, quarter, tile)
+        others = read(group, GROUP_ROWS, row, quarter, other)
+        next_others = read(next_group, GROUP_ROWS, row, quarter, other)
+        output = (first if thread < GROUP_ROWS else second) + (thread & GROUP_ROWS - 1)
+        before = fetch_f32(bias + 4 * output) if bias != 0 else f32(0.0)
+        fill(thread)
+        await_previous()
+        place = y + 4 * output
+        there = load_f32(place) if plus != 0 else f32(0.0)
+        count = load_i64(rows)
+        total = add(f32(0.0), ones, x, quarter, tile)
+        next_total = add(f32(0.0), next_ones, x, quarter, tile)
+        total = row_sum(add(total, others, x, quarter, other))
+        next_total = row_sum(add(next_total, next_others, x, quarter, other))
+        if lane < GROUP_ROWS:
+            at = 4 * (GROUP_ROWS * tile + lane)
+            shared_store_f32(at, total)
+            shared_store_f32(at + sums_bytes, next_total)
+        barrier()
+        if thread < 2 * GROUP_ROWS and count > 0:
+            at = 4 * (thread & GROUP_ROWS - 1) + sums_bytes * (thread >> 3)
+            total, warp = shared_load_f32(at), 1
+            while warp < warps:
+                total += shared_load_f32(at + 4 * GROUP_ROWS * warp)
+                warp += 1
+            if bias != 0:
+                total += before
+            if plus != 0:
+                total += there
+            store_f32(place, total)
+
+    return pair_of
+
+
 def _sums_bytes(warps: int) -> int:
     """Return how many bytes of shared memory the sums of the warps take; a table follows them."""
     return 4 * GROUP_ROWS * warps
@@ -168,7 +230,42 @@ def one_row_kernel(kinds: tuple[TensorType, ...], values: int, outputs: Sequence
     eight outputs. Reads each weight once, and the row, 1.5 bytes a value, once for each block.
     """
     in_eights = all(count % GROUP_ROWS == 0 for count in outputs)
+    if len(kinds) == 1 and in_eights and outputs[0] >= _IN_PAIRS and _has_pairs(kinds[0], values):
+        return _of_pairs(kinds[0], values // SUB_BLOCK)
     return _of_shape(kinds, values // SUB_BLOCK, in_eights)
+
+
+def _has_pairs(kind: TensorType, values: int) -> bool:
+    """Return whether blocks have two groups each: if they share a table, and all tiles are held."""
+    return table_bytes(kind) > 0 and tiles_of(values // SUB_BLOCK) == _HELD * warps_of(values)
+
+
+@cache
+def _of_pairs(kind: TensorType, sub_blocks: int) -> GpuKernel:
+    pair_of, values = _pair_of(kind, sub_blocks), SUB_BLOCK * sub_blocks
+    warps = warps_of(values)
+
+    def one(
+        rows: int,
+        x: int,
+        _values: int,
+        plus: int,
+        weight: int,
+        bias: int,
+        y: int,
+        outputs: int,
+    ) -> None:
+        pair_of(rows, x, weight, bias, y, outputs, plus, i64(block_x()))
+
+    shared_bytes = 2 * _sums_bytes(warps) + table_bytes(kind)
+    return GpuKernel(
+        f"one_row_{kind.name.lower()}_{values}_pairs",
+        one,
+        WARP * warps,
+        lambda arguments, _: (blocks_of(arguments["outputs"], 2 * GROUP_ROWS), 1, 1),
+        lambda _: shared_bytes,
+        reads=_reads((kind,)),
+    )
 
 
 @cache

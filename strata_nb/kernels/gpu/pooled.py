@@ -9,6 +9,11 @@ two read the same memory at the same time. `route` says who goes to the CPU (BY_
     expert_down      passes over them. The last block of all waits for the answer, adds it to the
                      row, and then norms it, where a norm follows
 
+Reads of host memory stand in one queue with what is written there, and those of a launch take a
+hundred microseconds. So the message goes first: who reads experts over the link waits until it is
+on its way, two microseconds or so, or for POST_NS at most. On one H200 without that, half of what
+the CPU needed passed before it saw the message.
+
 So the card waits once for a layer, behind all that it has to do itself, and for nothing in a layer
 that posted nothing. It does not wait for ever: after DEADLINE_NS, or when the mailbox says ABORT,
 it notes an error (`kernels/pool_state.py`) that comes back with the window, whose results are
@@ -25,7 +30,7 @@ from typing import Any, NamedTuple
 from strata_nb.formats import TensorType
 from strata_nb.kernels import mailbox
 from strata_nb.kernels.gpu.experts import expert_gate_up_kernel, passing_down_kernel
-from strata_nb.kernels.gpu.filling import BY_CPU, COMES, IN_HOST_MEMORY
+from strata_nb.kernels.gpu.filling import BY_CPU, COMES, IN_HOST_MEMORY, NOT_POSTED
 from strata_nb.kernels.gpu.intrinsics import (
     await_previous,
     barrier,
@@ -87,6 +92,32 @@ def _number_of(blobs: int, count: Any, mask: Any, least: Any) -> Any:
         found += 1 if load_i64(blobs + 8 * k) & mask >= least else 0
         k += 1
     return found
+
+
+POST_NS = 20_000  # that others let pass before they read over the link
+
+
+def _first_by_cpu(blobs: int, count: Any) -> Any:
+    """Return the first of so many choices that goes to the CPU, the number of all if none does."""
+    first, k = i64(count), i64(count) - 1
+    while k >= 0:
+        first = k if load_i64(blobs + 8 * k) & BY_CPU != 0 else first
+        k -= 1
+    return first
+
+
+def _await_post(place: int, thread: Any) -> None:
+    """Wait until the message is on its way, of whose first choice `place` is that in `sources`."""
+    if thread == 0:
+        begin = nanoseconds()
+        while load_system_i64(place) == NOT_POSTED and nanoseconds() - begin < POST_NS:
+            pass
+    barrier()
+
+
+def _pooled(kernel: GpuKernel) -> str:
+    """Return the name of a kernel of experts that leaves some of them to the CPU."""
+    return kernel.name.replace("expert_", "pool_", 1)
 
 
 # -- posting ---------------------------------------------------------------------------------------
@@ -161,13 +192,18 @@ def pool_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs: 
         box: int,
         state: int,
     ) -> None:
-        choice = i64(block_x())
+        choice, thread = i64(block_x()), i64(thread_index())
         await_previous()
-        if load_i64(rows) > 0 and load_i64(blobs + 8 * choice) & BY_CPU != 0:
-            if block_z() == 0 and _number_by_cpu(blobs, choice) == 0:
-                thread = i64(thread_index())
-                post(blobs, chosen, shares, x, row_bytes, top_k, layer, box, state, thread)
-            return
+        if load_i64(rows) > 0:
+            word, first = load_i64(blobs + 8 * choice), _first_by_cpu(blobs, top_k)
+            if word & BY_CPU != 0:
+                if block_z() == 0 and choice == first:
+                    post(blobs, chosen, shares, x, row_bytes, top_k, layer, box, state, thread)
+                    if thread == 0:
+                        store_i64(sources + 8 * choice, i64(NOT_POSTED + 1))
+                return
+            if first < top_k and word & (IN_HOST_MEMORY | COMES) != 0:
+                _await_post(sources + 8 * first, thread)
         product(
             rows,
             blobs,
@@ -183,7 +219,7 @@ def pool_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs: 
             row_bytes,
         )
 
-    return kernel._replace(name=f"{kernel.name}_pool", function=pool_gate_up)
+    return kernel._replace(name=_pooled(kernel), function=pool_gate_up)
 
 
 # -- the answer ------------------------------------------------------------------------------------
@@ -259,9 +295,12 @@ def pool_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) ->
         state: int,
         idle: int,
     ) -> None:
+        first = _first_by_cpu(blobs, top_k)
+        if load_i64(rows) > 0 and first < top_k:
+            _await_post(sources + 8 * first, i64(thread_index()))
         if _number_by_cpu(blobs, top_k) < top_k:
             product(rows, blobs, sources, inner, shares, y, down_offset, outputs, idle)
         else:
             await_previous()
 
-    return kernel._replace(function=pool_down)
+    return kernel._replace(name=_pooled(kernel), function=pool_down)

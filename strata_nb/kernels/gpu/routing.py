@@ -32,6 +32,7 @@ from strata_nb.kernels.gpu.filling import (
     IN_HOST_MEMORY,
     LISTS_BYTES,
     LOWEST,
+    NOT_POSTED,
     ROW_COMES,
     cpu_share_of,
     gain_of,
@@ -284,6 +285,8 @@ def route_row(decides: bool, pools: bool) -> Function:
             if slot != 0:
                 word = slot + COMES
                 store_i64(sources + 8 * choice, home)
+            if by_cpu:
+                store_i64(sources + 8 * choice, i64(NOT_POSTED))
             store_i64(blobs + 8 * choice, word + marks)
             shared_store_f32(_RAISED + 4 * place, raised)
             add_i64(use + 8 * thread, i64(1))

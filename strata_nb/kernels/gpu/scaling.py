@@ -35,6 +35,7 @@ from strata_nb.kernels.gpu.weights import place_of
 from strata_nb.packing import fields
 
 T = TensorType
+
 BEYOND = 0x4B400000  # the bits of 1.5 * 2 ** 23
 _SHIFT = 12_582_912.0  # that number
 
@@ -44,9 +45,9 @@ class Scaling(NamedTuple):
 
     halves       whether the first 16 and the last 16 values are multiplied apart
     in_pairs     see the head of this file
-    of_weights   floats that a sub-block of an output needs, 1, 2 or 4
-    of_rows      floats of a row's: 1 (its scale), 2 (and the sum of its quants), 4 (and the sums of
-                 their halves, and nothing)
+    of_weights   floats that a sub-block of an output needs, 1, 2 or 4; 0 where `record` is None
+    of_rows      floats of a row's: 1 (its scale), 2 (and the sum of its quants, in pairs times the
+                 scale), 4 (and the sums of their halves, and nothing)
     record       (found, group, rows_in_group, row, sub_blocks, s) -> the floats of an output; found
                  is what `Decoder.unpack` returned. None where `fragments.py` has them
     add          (total, low, high, record, row) -> total and a product; low and high are the bits

@@ -41,6 +41,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     load_4xi32,
     load_i32,
     load_u16,
+    shifted_down,
 )
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.kernels.gpu.products import decoder_of, sub_block_dot
@@ -112,8 +113,8 @@ def _six_bits(a: int, b: int, high: int, quarter: int) -> Any:
     """Return the group scales of a lane's two sub-blocks as bytes of a word, from the three words
     of a block: the first of each pair, then the second."""
     shift = i32(4 * quarter)
-    low = even_bytes(i32(a >> shift), i32(b >> shift))
-    above = i32(high >> i32(2 * quarter)) << 4
+    low = even_bytes(shifted_down(a, shift), shifted_down(b, shift))
+    above = shifted_down(high, i32(2 * quarter)) << 4
     return i32(low & 0x0F0F0F0F | above & 0x30303030)
 
 

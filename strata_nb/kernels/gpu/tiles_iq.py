@@ -30,6 +30,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     load_u8,
     load_u16,
     low_bytes_in_turn,
+    shifted_down,
 )
 from strata_nb.kernels.gpu.tile_rows import APART, NEXT, TILE, Tile, quants_at, two_scales
 from strata_nb.kernels.gpu.weights import place_of
@@ -82,7 +83,8 @@ def iq4_xs(sub_blocks: int) -> Tile:
     def add(total: Any, words: Any, x: int, quarter: int, tile: int) -> Any:
         low, high, scale = words[8:]
         place = quants_at(x, quarter, tile)
-        low, high = i32(low >> i32(4 * quarter)), i32(high >> i32(2 * quarter))
+        low = shifted_down(low, i32(4 * quarter))
+        high = shifted_down(high, i32(2 * quarter))
         one_step = i32((low & 15 | (high & 3) << 4) - 32)
         other_step = i32((low >> 16 & 15 | (high >> 8 & 3) << 4) - 32)
         one_scale, other_scale = two_scales(x, sub_blocks, quarter, tile)
@@ -134,7 +136,7 @@ def iq3_s(sub_blocks: int, table: int) -> Tile:
         first = _point_dot(words[:2], one_above, one_signs, place, table)
         place += NEXT
         second = _point_dot(words[2:4], other_above, other_signs, place, table)
-        steps = i32(steps >> i32(4 * quarter))
+        steps = shifted_down(steps, i32(4 * quarter))
         one_step, other_step = i32(2 * (steps & 15) + 1), i32(2 * (steps >> 16 & 15) + 1)
         one_scale, other_scale = two_scales(x, sub_blocks, quarter, tile)
         product = f32_of_i32(i32(first * one_step)) * one_scale

@@ -13,9 +13,6 @@ groups of eight, of all choices in a row. Who finishes the last group of 32 outp
 quantises them, so that nobody waits for that. Of down a thread has the same outputs of all choices,
 and adds them up in their order. Bits are those of `expert_gate_up` and `expert_down`.
 
-Rejected: groups that threads claim one by one, for which they would fight over a word every four
-microseconds.
-
 Who waits looks again and again, gives its processor away in between if it takes long, and leaves
 when the card or the host says that nobody shall wait. While a card may post nobody sleeps for more
 than a moment, and that only after milliseconds in which nothing came.
@@ -56,7 +53,7 @@ from strata_nb.raw_memory import (
 )
 
 _SPINS = 4_000  # pauses, 0.1 to 0.2 ms, before a thread that waits gives its processor away
-_YIELDS_NS = 2_000_000  # that it does so before it sleeps, or naps where a card may still post:
+_YIELDS_NS = 10_000_000  # that it does so before it sleeps, or naps where a card may still post:
 _NAP_NS = 50_000  # where others want the processor, who never sleeps is the last to get it back
 _CACHE_LINE = 64
 _GROUPS = SUB_BLOCK // GROUP_ROWS  # that are quantised together

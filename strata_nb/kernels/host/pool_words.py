@@ -30,8 +30,9 @@ _LINE = mailbox.LINE // 8
 # Set by the caller.
 AWAKE, STOP = range(1 * _LINE, 1 * _LINE + 2)
 
-# Why a message was refused, what was found in it, and what would have been right.
-FAULT, FOUND, ALLOWED = range(2 * _LINE, 2 * _LINE + 3)
+# Why a message was refused, what was found in it, and what would have been right; the thread that
+# ended while all others might have gone on, counted from 1.
+FAULT, FOUND, ALLOWED, DIED = range(2 * _LINE, 2 * _LINE + 4)
 WRONG_NUMBER, WRONG_LAYER, WRONG_COUNT, WRONG_EXPERT, WRONG_ORDER, NO_BLOB = range(1, 7)
 
 # Counted by whoever answers; when the post was seen, and two words for asking the time.

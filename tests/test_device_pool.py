@@ -1,0 +1,196 @@
+"""The host's side of missed experts that the CPU computes: when it wakes, its share, its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from filling_backend import FillingBackend, Layer
+from test_launch_ahead import begun, engine_of, model_of, write
+
+from strata_nb import Engine, device_pool
+from strata_nb.addresses import memory_view
+from strata_nb.cache.filling import cpu_count, missed_in_order
+from strata_nb.device_pool import LEANS, LEAST_POSTS, WINDOWS, DevicePool
+from strata_nb.errors import StrataError
+from strata_nb.fill_plans import SHARE_UNITS, plan_type
+from strata_nb.kernels import mailbox
+from strata_nb.kernels.gpu.pooled import PoolPlaces
+from strata_nb.kernels.pool_state import (
+    ALONE_NS,
+    BESIDE,
+    CHOICES,
+    ERROR,
+    LATE,
+    POSTS,
+    WAITED_NS,
+    WORDS,
+)
+
+
+class FakePool:
+    """Stand in for a pool of threads."""
+
+    def __init__(self, *_: Any) -> None:
+        self.is_awake = self.is_closed = False
+        self.experts = self.bytes = 0
+        self.busy_s = 0.0
+        self.failure: str | None = None
+        pools.append(self)
+
+    def awake(self) -> None:
+        self.is_awake = True
+
+    def rest(self) -> None:
+        self.is_awake = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+pools: list[FakePool] = []
+
+
+class PoolingBackend(FillingBackend):
+    """Leave missed experts to the CPU as a card does, but compute them all.
+
+    is_late   nobody answers
+    """
+
+    pools = True
+    is_late = False
+
+    def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
+        self._box = np.zeros(mailbox.box_bytes(width), np.uint8)
+        self.state, self._idle = np.zeros(WORDS, np.int64), np.zeros(idle_bytes, np.uint8)
+        return PoolPlaces(*(int(one.ctypes.data) for one in (self._box, self.state, self._idle)))
+
+    def _fill(self, layer: Layer, rows: int) -> None:
+        words, experts = layer[0], layer[0]["experts"]
+        kind = plan_type(experts)
+        plan = memory_view(words["plan"], kind.itemsize).view(kind)[0]
+        share = int(plan["cpu_share"])
+        if rows > 1 or not share:
+            plan["cpu_share"] = 0
+            super()._fill(layer, rows)
+            plan["cpu_share"] = share
+            return
+        chosen, addresses, homes = (
+            memory_view(words[name], 8 * count).view(np.int64)
+            for name, count in (
+                ("chosen", words["top_k"]),
+                ("addresses", experts),
+                ("homes", experts),
+            )
+        )
+        missed = len(missed_in_order(plan, chosen.tolist(), addresses, homes))
+        count = cpu_count(share, missed)
+        if count and not self.state[ERROR // 8]:
+            assert pools[-1].is_awake
+            self.state[POSTS // 8] += 1
+            self.state[CHOICES // 8] += count
+            self.state[BESIDE // 8] += missed - count
+            self.state[WAITED_NS // 8] += 1000
+            pools[-1].experts += count
+            pools[-1].bytes += 100 * count
+            if self.is_late:
+                self.state[ERROR // 8] = LATE
+        super()._fill(layer, rows)
+
+
+@pytest.fixture(autouse=True)
+def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools.clear()
+    monkeypatch.setattr(device_pool, "CpuPool", FakePool)
+    monkeypatch.setattr(device_pool, "pool_threads", lambda _: 2)
+
+
+@contextmanager
+def pooling(path: Path, **options: Any) -> Iterator[Engine]:
+    options = {"expert_cache": "40%", "pcie_frac": 0.5, **options}
+    with engine_of(path, opens=PoolingBackend, **options) as engine:
+        yield engine
+
+
+def device_of(engine: Engine) -> PoolingBackend:
+    device = model_of(engine)._backend
+    assert isinstance(device, PoolingBackend)
+    return device
+
+
+def test_threads_are_awake_while_windows_are_in_flight_and_what_they_did_is_counted(
+    small: Path,
+) -> None:
+    with pooling(small) as engine:
+        assert len(write(begun(engine), 30)) == 30
+        report, (pool,) = engine.describe(), pools
+        assert not pool.is_awake
+        assert report.cpu_experts == pool.experts > 0
+        assert report.cpu_bytes == 100 * pool.experts
+        assert report.misses > report.cpu_experts
+        assert report.cpu_wait_s == pytest.approx(device_of(engine).state[POSTS // 8] * 1e-6)
+    assert pool.is_closed
+
+
+def test_a_window_that_waited_in_vain_is_an_error_and_the_next_request_works(small: Path) -> None:
+    said: list[str] = []
+    with pooling(small) as engine:
+        engine.say = said.append
+        session = begun(engine)
+        device_of(engine).is_late = True
+        pools[0].failure = "thread 1 of the CPU pool ended"
+        with pytest.raises(StrataError, match=r"no answer within 2 s: thread 1 .* ended") as error:
+            write(session, 30)
+        assert "--no-cpu-pool" in str(error.value.hint)
+        assert said == ["the CPU computes no more experts: all that are missed go over the link"]
+        before = engine.describe().cpu_experts
+        assert len(write(begun(engine), 10)) == 10
+        assert engine.describe().cpu_experts == before
+        assert not pools[0].is_awake
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"cpu_pool": False}, "--no-cpu-pool"),
+        ({"deterministic": True}, "--deterministic"),
+        ({"pcie_frac": 1}, "--pcie-frac 1"),
+    ],
+)
+def test_a_model_says_why_the_cpu_computes_none(
+    small: Path, given: dict[str, Any], reason: str
+) -> None:
+    with pooling(small, **given) as engine:
+        assert f"experts computed by the CPU ({reason})" in engine.off
+    assert pools == []
+
+
+def test_a_machine_with_few_processors_or_room_for_all_experts_has_no_pool(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pooling(small, expert_cache="100%") as engine:
+        assert not any("CPU" in line for line in engine.off)
+    monkeypatch.setattr(device_pool, "pool_threads", lambda _: 0)
+    with pooling(small) as engine:
+        assert "experts computed by the CPU (fewer than three processors)" in engine.off
+    assert pools == []
+
+
+def test_the_share_follows_what_card_and_pool_needed() -> None:
+    made = FakePool()
+    pool = DevicePool(made, 0.5, lambda _: None, follows=True)  # type: ignore[arg-type]
+    state = np.zeros(WORDS, np.int64)
+    for _ in range(400):  # the CPU does three experts in the time that the card takes for one
+        state[[POSTS // 8, CHOICES // 8, BESIDE // 8]] += [LEAST_POSTS // WINDOWS, 30, 20]
+        state[ALONE_NS // 8] += 20 * 3000
+        made.busy_s += 30 * 1e-6
+        pool.landed(state)
+    assert pool.share == pytest.approx(LEANS * 0.75 * SHARE_UNITS, rel=1e-3)
+    fixed = DevicePool(made, 0.25, lambda _: None, follows=False)  # type: ignore[arg-type]
+    for _ in range(2 * WINDOWS):
+        fixed.landed(state)
+    assert fixed.share == SHARE_UNITS // 4
