@@ -51,12 +51,12 @@ def have_bits_of_windows(
 
 
 @pytest.mark.usefixtures("few_warps")
-@pytest.mark.parametrize(("group", "length"), [(1, 64), (5, 32), (8, 32)])
+@pytest.mark.parametrize(("group", "kv_heads", "length"), [(1, 2, 64), (5, 1, 32), (8, 1, 32)])
 def test_rows_have_the_bits_of_windows_whatever_heads_share(
-    gpu: Run, group: int, length: int
+    gpu: Run, group: int, kv_heads: int, length: int
 ) -> None:
-    kv = filled(2, (length, 64), [150])
-    q = random_heads(9, 2 * group, length)
+    kv = filled(kv_heads, (length, 64), [150])
+    q = random_heads(9, kv_heads * group, length)
     assert have_bits_of_windows(gpu, kv, q, [0] * 9, range(141, 150))
 
 
