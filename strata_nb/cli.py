@@ -104,8 +104,9 @@ _DEVICE = """\
                                with memory of its own (host:1x512MiB, cuda): for `strata_nb inspect`
   --no-overlap                 on a card: begin no kernel before the one in front of it has ended
                                (slower, the same bits)
-  --deterministic              the same bits whatever budget, batch and threads are (on the host
-                               and on cards they always are the same, of the reference never)"""
+  --deterministic              the same bits whatever budget, batch and threads are: on a card the
+                               CPU computes no experts (on the host they always are the same, of
+                               the reference never)"""
 _CONTROL = """\
   --vram-elastic               let --control change what stays free while the model is open
   --control PATH               answer lines on a Unix socket at PATH: VRAM [MIB] leaves so much of
