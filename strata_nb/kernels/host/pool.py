@@ -13,9 +13,6 @@ groups of eight, of all choices in a row. Who finishes the last group of 32 outp
 quantises them, so that nobody waits for that. Of down a thread has the same outputs of all choices,
 and adds them up in their order. Bits are those of `expert_gate_up` and `expert_down`.
 
-Rejected: groups that threads claim one by one, for which they would fight over a word every four
-microseconds.
-
 Who waits looks again and again, gives its processor away in between if it takes long, and leaves
 when the card or the host says that nobody shall wait. While a card may post nobody sleeps for more
 than a moment, and that only after milliseconds in which nothing came.
