@@ -138,7 +138,9 @@ def measure(path: Path, cache: str, tokens: int, runs: int) -> list[float]:
     def open_card(*_: Any) -> CardBackend:
         return CardBackend("cuda", CudaDriver(table), 0, idle, 1)
 
-    options = Options(path, device="cuda", ctx_size=1024, expert_cache=cache, threads=1)
+    options = Options(
+        path, device="cuda", ctx_size=1024, expert_cache=cache, threads=1, cpu_pool=False
+    )
     with (
         closing(cards),
         mock.patch.object(backend, "open_backend", open_card),

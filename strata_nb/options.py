@@ -101,7 +101,8 @@ class Options:
                     NVIDIA card; "reference": the float32 judge
     ctx_size        cells of the K/V cache; None: the model's context, at most 8,192
     threads         that load, and that compute where the host does; None: physical cores within
-                    affinity and quota. Of the CPU pool the most; None: all processors but one
+                    affinity and quota. Of the CPU pool the most; None: one a core, and
+                    a processor left to the caller
     prefill         rows of a prompt batch, or "auto"; a card reads 4,096 at most
     cache_type_k/v  how keys and values are stored, a name of `formats.CACHE_TYPES`: "f32", "f16",
                     "int8" (a scale per 64 values); None: the device's own choice (reference: f32,
@@ -118,7 +119,8 @@ class Options:
     kv_grow_init    cells that it begins with; None: a quarter of the context, 512 to 16,384
     kv_grow_step    cells that it grows by; None: an eighth of the context, 64 to 8,192
     deterministic   a row's bits depend on its own tokens alone: not on how a prompt is cut, on the
-                    number of threads, or on which experts are resident. Host and cards always do so
+                    number of threads, or on which experts are resident. The host always does so,
+                    and so do cards where the CPU computes none of the experts that they miss
     overlap         whether a card begins a kernel while the one in front of it ends, if it can; the
                     bits are the same
     prefill_borrow  whether a prompt on a card borrows memory for the experts that it misses: what

@@ -17,7 +17,7 @@ from gpu_card import Card
 from strata_nb import Engine, Options, Sampling, device_pool
 from strata_nb.device_model import DeviceModel
 from strata_nb.errors import StrataError
-from strata_nb.kernels.host import pool as host_pool
+from strata_nb.kernels.host import pool_words
 from strata_nb.kernels.reference import Floats
 
 GIB = 1 << 30
@@ -103,7 +103,7 @@ def test_a_pool_that_stands_still_is_an_error_and_the_next_request_works(on_card
     assert isinstance(model, DeviceModel)
     assert model._pool is not None
     threads = model._pool._pool
-    threads._state[host_pool.of_thread(0, host_pool.HOLD)] = 1
+    threads._state[pool_words.of_thread(0, pool_words.HOLD)] = 1
     with pytest.raises(StrataError, match="no answer within 2 s"):
         written(on_card, 5)
     assert len(written(on_card, 5)) == len(before)
