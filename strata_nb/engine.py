@@ -191,6 +191,8 @@ class Engine:
             raise _nothing_overlaps(REFERENCE)
         if not options.prefill_borrow:
             raise _nothing_borrows(REFERENCE)
+        if options.pcie_frac != "auto":
+            raise _nothing_pools(REFERENCE)
         if options.deterministic:
             raise ConfigError(
                 "--deterministic: the products of the reference device are numpy's, whose rounding "
@@ -249,6 +251,8 @@ class Engine:
             backend.overlaps = False
         if not options.prefill_borrow and not backend.batches_apart:
             raise _nothing_borrows(self.device)
+        if options.pcie_frac != "auto" and not backend.pools:
+            raise _nothing_pools(self.device)
         if options.prefill == "auto":
             self.prefill_rows = min(backend.usual_rows, self.ctx_size)
         self.warnings += backend.warnings
@@ -512,6 +516,13 @@ def _nothing_overlaps(device: str) -> ConfigError:
 def _nothing_borrows(device: str) -> ConfigError:
     return ConfigError(
         f"--no-prefill-borrow: the device {device} borrows nothing for prompts",
+        hint="leave it out, or use a card: --device cuda",
+    )
+
+
+def _nothing_pools(device: str) -> ConfigError:
+    return ConfigError(
+        f"--pcie-frac: the device {device} shares no experts with the CPU",
         hint="leave it out, or use a card: --device cuda",
     )
 
