@@ -51,6 +51,7 @@ def have_bits_of_windows(
 
 
 @pytest.mark.usefixtures("few_warps")
+@pytest.mark.parametrize("few_warps", [True], ids=["whole"], indirect=True)
 @pytest.mark.parametrize(("group", "kv_heads", "length"), [(1, 2, 64), (5, 1, 32), (8, 1, 32)])
 def test_rows_have_the_bits_of_windows_whatever_heads_share(
     gpu: Run, group: int, kv_heads: int, length: int
@@ -69,6 +70,7 @@ def test_rows_across_blocks_and_runs_have_the_bits_of_windows(gpu: Run) -> None:
 
 
 @pytest.mark.usefixtures("few_warps")
+@pytest.mark.parametrize("few_warps", [True], ids=["whole"], indirect=True)
 def test_values_that_are_no_numbers_leave_no_trace_in_rows_before_them(gpu: Run) -> None:
     clean, dirty = filled(1, (32, 64), [80]), filled(1, (32, 64), [80])
     dirty.write("v", 0, 70, np.full((1, 64), np.inf, np.float32))
