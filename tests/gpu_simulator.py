@@ -395,6 +395,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "i64": lambda x: x,
     "once_i32": lambda x: x,
     "once_i64": lambda x: x,
+    "early": lambda x: x,
     "as_one": lambda address: address,
     "shifted_down": _shifted_down,
     "f32_of_i32": np.float32,
