@@ -185,6 +185,21 @@ def test_after_a_failure_in_a_batch_the_loan_is_back_and_the_next_one_is_right(
         assert same_bits(read(model, sequence, IDS), exact)
 
 
+def test_an_interrupt_while_it_is_decided_who_comes_leaves_nothing_half_decided(
+    model_file: Path, exact: Floats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with streams(model_file, expert_cache="0") as model:
+        with monkeypatch.context() as patch:
+            patch.setattr(streaming_of(model), "_assign", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                read_in(model, IDS, 64)
+        assert same_bits(read_in(model, IDS, 64), exact)
+        assert streaming_of(model).streamed == SHAPE.layers * SHAPE.experts
+
+
 def test_where_nothing_can_be_borrowed_a_line_says_so_once(model_file: Path, exact: Floats) -> None:
     said: list[str] = []
     with streams(model_file, expert_cache="0", say=said.append) as model:
