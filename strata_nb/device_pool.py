@@ -147,7 +147,7 @@ class DevicePool:
 Parts = Sequence[Mapping[str, ExpertPart]]  # of each layer, by the names of `EXPERT_PARTS`
 
 
-def why_no_pool(options: Options, backend: Backend[Any], parts: Parts) -> str | None:
+def why_no_pool(options: Options, parts: Parts) -> str | None:
     """Return why a device that misses experts leaves none to the CPU; None where it does."""
     if not options.cpu_pool:
         return "--no-cpu-pool"

@@ -34,7 +34,6 @@ Case = tuple[str, Any]  # a kernel of the table, a variant
 CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
 # Products of matrices are made of shuffles here, and these do not fit the registers.
 OF_SHUFFLES = ("attention_halves", "attention_tiles", "batch_linear", "batch_expert", "batch_up")
-PRIVATE_BYTES = b".private_segment_fixed_size"
 WEIGHTS = sorted(PACKED | UNPACKED)
 PRODUCTS = ("batch_linear", "batch_expert", "batch_up")
 

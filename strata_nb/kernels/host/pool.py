@@ -53,8 +53,10 @@ from strata_nb.raw_memory import (
 )
 
 _SPINS = 4_000  # pauses, 0.1 to 0.2 ms, before a thread that waits gives its processor away
-_YIELDS_NS = 10_000_000  # that it does so before it sleeps, or naps where a card may still post:
-_NAP_NS = 50_000  # where others want the processor, who never sleeps is the last to get it back
+# That it does so before it sleeps, or naps where a card may still post: where others want the
+# processor, who never sleeps is the last to get it back.
+_YIELDS_NS = 10_000_000
+_NAP_NS = 50_000
 _CACHE_LINE = 64
 _GROUPS = SUB_BLOCK // GROUP_ROWS  # that are quantised together
 
@@ -250,11 +252,8 @@ def _down(state: int, thread: int, threads: int) -> None:
     layer, count = word(state, at.JOB_LAYER), word(state, at.JOB_COUNT)
     down, offset = word(layer, at.DOWN), word(layer, at.DOWN_OFFSET)
     inner, sub_blocks = word(state, at.INNER), word(layer, at.OUTPUTS) // SUB_BLOCK
-    products, answer, width = (
-        word(state, at.PRODUCTS),
-        word(state, at.ANSWER),
-        word(state, at.WIDTH),
-    )
+    products, answer = word(state, at.PRODUCTS), word(state, at.ANSWER)
+    width = word(state, at.WIDTH)
     first, last = share(width, FLOATS_LANES, thread, threads)
     if first >= last:
         return
