@@ -76,7 +76,6 @@ class Backend(Protocol[Prepared]):
     has_slots   whether experts are copied to the device; else they are read where the host has them
     of_host     whether the device is made of the host's memory, so that what it holds counts there
     most_rows   of one step; None: as many as there are buffers for
-    usual_rows  of a prompt batch, where nobody says how many
     batches_apart   whether a step of more rows than a window has is another program
     gathers_rows    whether rows are brought into the order of experts, or read where they are
     overlaps    whether kernels begin while the one in front of them ends; may be turned off before
@@ -112,9 +111,6 @@ class Backend(Protocol[Prepared]):
     def most_rows(self) -> int | None: ...
 
     @property
-    def usual_rows(self) -> int: ...
-
-    @property
     def batches_apart(self) -> bool: ...
 
     @property
@@ -143,6 +139,12 @@ class Backend(Protocol[Prepared]):
 
     @property
     def warnings(self) -> Sequence[str]: ...
+
+    def usual_rows(self, limit_bytes: int | None) -> int:
+        """Return how many rows a prompt batch has, where nobody says it.
+
+        limit_bytes   that the device counts as having; None: all of its memory
+        """
 
     def packed_row_bytes(self, values: int) -> int:
         """Return the bytes of a quantised row of activations."""
@@ -238,7 +240,7 @@ class HostBackend:
     """
 
     device = 0
-    of_host, most_rows, usual_rows = True, None, DEFAULT_PREFILL_ROWS
+    of_host, most_rows = True, None
     chooses_tokens = attends_in_runs = batches_apart = fills = pools = False
     gathers_rows = True
     outside_bytes = reserve_bytes = 0
@@ -262,6 +264,9 @@ class HostBackend:
         if recorder is not None:
             recorder.begin(text, self.driver)
             self.driver = RecordingDriver(self.driver, recorder)
+
+    def usual_rows(self, limit_bytes: int | None) -> int:
+        return DEFAULT_PREFILL_ROWS
 
     def packed_row_bytes(self, values: int) -> int:
         return row_bytes(values)

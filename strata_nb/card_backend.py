@@ -52,9 +52,10 @@ from strata_nb.shared_tables import SharedTable
 from strata_nb.tracing import Recorder, RecordingDriver
 
 MOST_ROWS = 4096  # of a step; a longer prompt is a chain of steps
-# Of a prompt batch: missed experts cross the link once for each, and it takes some 290 MB more of
-# buffers than 512 rows, which Qwen3-30B-A3B would use for 100 of its 6,144 experts.
+# Of a prompt batch: missed experts cross the link once for each, but its buffers take the place of
+# experts. Those of Qwen3-30B-A3B take 430 MiB for 2,048 rows, twice as much for 4,096.
 USUAL_ROWS = 2048
+LARGE_CARD_BYTES = 32 << 30  # from which on a batch has the most rows
 _SMALL_BATCH = 32  # rows, of the smallest graph of batches
 STAGING_BYTES = 4 << 20  # of pinned memory, each way
 USUAL_SHARED_BYTES = 48 << 10  # that a block gets without being asked
@@ -139,7 +140,7 @@ class CardBackend:
     """
 
     overlaps = True  # kernels begin while the one in front of them ends, on cards that can
-    has_slots, of_host, most_rows, usual_rows = True, False, MOST_ROWS, USUAL_ROWS
+    has_slots, of_host, most_rows = True, False, MOST_ROWS
     chooses_tokens = attends_in_runs = batches_apart = fills = pools = True
     gathers_rows = False
     outside_bytes, reserve_bytes = OUTSIDE_BYTES, RESERVE_BYTES
@@ -174,6 +175,11 @@ class CardBackend:
         except BaseException:
             driver.close()
             raise
+
+    def usual_rows(self, limit_bytes: int | None) -> int:
+        memory_bytes = self.driver.mem_info(self.device)[1]
+        most = min(memory_bytes, limit_bytes or memory_bytes)
+        return MOST_ROWS if most >= LARGE_CARD_BYTES else USUAL_ROWS
 
     def packed_row_bytes(self, values: int) -> int:
         return row_bytes(values)

@@ -71,8 +71,8 @@ _DEVICE = """\
   -c N, --ctx-size N           cells of the K/V cache (default: {context})
   -t N, --threads N            threads that load, and compute where the host does (default: physical
                                cores within affinity and quota), and the most of the CPU pool
-  --prefill N                  rows of a prompt batch, or auto (default auto: 512, of a card 2,048;
-                               it reads at most 4,096)
+  --prefill N                  rows of a prompt batch, or auto (default auto: 512, of a card 2,048
+                               or, from 32 GiB on, 4,096, the most that it reads at once)
   --ctk TYPE, --cache-type-k TYPE  how keys are stored: f32, f16 or int8 (default f16, of the
                                reference f32)
   --ctv TYPE, --cache-type-v TYPE  how values are stored (likewise)

@@ -254,7 +254,7 @@ class Engine:
         if options.pcie_frac != "auto" and not backend.pools:
             raise _nothing_pools(self.device)
         if options.prefill == "auto":
-            self.prefill_rows = min(backend.usual_rows, self.ctx_size)
+            self.prefill_rows = min(backend.usual_rows(options.vram_limit), self.ctx_size)
         self.warnings += backend.warnings
         most_rows = max(WINDOW_ROWS, self.prefill_rows)
         if backend.most_rows is not None and most_rows > backend.most_rows:

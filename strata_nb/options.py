@@ -101,9 +101,10 @@ class Options:
                     NVIDIA card; "reference": the float32 judge
     ctx_size        cells of the K/V cache; None: the model's context, at most 8,192
     threads         that load, and that compute where the host does; None: physical cores within
-                    affinity and quota. Of the CPU pool the most; None: one a core, and
-                    a processor left to the caller
-    prefill         rows of a prompt batch, or "auto"; a card reads 4,096 at most
+                    affinity and quota. Of the CPU pool the most; None: one a core, and a
+                    processor left to the caller
+    prefill         rows of a prompt batch, or "auto" (`Backend.usual_rows`); a card reads 4,096 at
+                    most
     cache_type_k/v  how keys and values are stored, a name of `formats.CACHE_TYPES`: "f32", "f16",
                     "int8" (a scale per 64 values); None: the device's own choice (reference: f32,
                     others: f16)

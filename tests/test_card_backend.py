@@ -457,3 +457,15 @@ def test_a_kernel_keeps_the_most_shared_memory_that_a_launch_of_it_needs(
     monkeypatch.setattr(card_backend, "card_launches", lambda program, _, __: program)
     with simulated_card() as backend:
         backend.prepare([[taking(8), taking(100_000), taking(60_000)], [taking(80_000)]])
+
+
+def test_a_large_card_reads_more_rows_at_once_unless_it_counts_as_a_small_one() -> None:
+    with simulated_card() as card, pytest.MonkeyPatch.context() as patch:
+        for memory, limit, rows in (
+            (80 << 30, None, 4096),
+            (32 << 30, 40 << 30, 4096),
+            (80 << 30, (32 << 30) - 1, 2048),
+            (24 << 30, None, 2048),
+        ):
+            patch.setattr(card.driver, "mem_info", lambda _, total=memory: (0, total))
+            assert card.usual_rows(limit) == rows

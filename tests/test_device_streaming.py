@@ -291,7 +291,7 @@ def test_tokens_behind_prompts_are_the_same_however_many_slots_there_are(
 def test_a_device_says_how_many_rows_a_prompt_batch_has(
     model_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StreamingBackend, "usual_rows", 40)
+    monkeypatch.setattr(StreamingBackend, "usual_rows", lambda _, limit_bytes: 40)
     for prefill, rows in (("auto", 40), (64, 64)):
         with engine_of(model_file, ROOMY, StreamingBackend, prefill=prefill) as engine:
             assert engine.prefill_rows == rows

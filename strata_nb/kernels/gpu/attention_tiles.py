@@ -98,7 +98,7 @@ _PLACES = 3  # of the ring
 _RUN_SHIFT = RUN_CELLS.bit_length() - 1
 _MINUS_INFINITY, _NAN = float("-inf"), float("nan")
 _REGISTERS = 255
-_SPILLS = 912  # queries that wait for the last chunk, and what a run needs at its ends
+_SPILLS = 1024  # on old targets: queries that wait for the last chunk, what a run needs at its ends
 _MOST_CELLS = 1 << 30
 
 

@@ -163,16 +163,7 @@ _SUMS_BYTES = 4 * SUB_BLOCK
 # What these decode does not fit 64 registers.
 _WIDE = {TensorType.Q3_K, TensorType.IQ2_S, TensorType.IQ1_M}
 # Nor does a tile of gate and one of up, read together, of these.
-_LARGE = {
-    TensorType.Q2_K,
-    TensorType.Q4_0,
-    TensorType.Q4_1,
-    TensorType.Q5_0,
-    TensorType.Q5_1,
-    TensorType.Q6_K,
-    TensorType.Q8_0,
-    TensorType.IQ3_XXS,
-}
+_LARGE = {TensorType.Q6_K, TensorType.Q8_0}
 
 
 def _gate_up_grid(arguments: Arguments, most_rows: int) -> Grid:
@@ -224,26 +215,10 @@ def _packed_gate_up(
     bring_gate = bringer(_in_sixteens(gate_bytes), _GATE_UP_THREADS)
     bring_up = bringer(_in_sixteens(up_bytes), _GATE_UP_THREADS)
     tiles = tiles_of(sub_blocks)
-    turns, is_full = blocks_of(tiles, PARTS), tiles % PARTS == 0
-    are_kept = not {gate_kind, up_kind} & (_WIDE | _LARGE)
-
-    def add_both(
-        gate: Any,
-        up: Any,
-        of_gate: int,
-        of_up: int,
-        rows_here: int,
-        row: int,
-        quarter: int,
-        tile: int,
-        x: int,
-    ) -> Any:
-        gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
-        up_words = read_up(of_up, rows_here, row, quarter, tile)
-        if are_kept:
-            keep()
-        gate = add_gate(gate, gate_words, x, quarter, tile)
-        return gate, add_up(up, up_words, x, quarter, tile)
+    kinds = {gate_kind, up_kind}
+    are_kept = not kinds & (_WIDE | _LARGE)
+    # A loop of a known number of turns has fewer instructions, and takes more registers.
+    are_two = tiles == 2 * PARTS and TensorType.Q8_0 not in kinds
 
     def expert_gate_up(
         rows: int,
@@ -289,14 +264,15 @@ def _packed_gate_up(
             word = load_i64(blobs + 8 * choice)
         blob = word & ADDRESS
         of_gate, of_up = blob + gate_at, blob + up_at
-        gate, up, turn = f32(0.0), f32(0.0), 1
-        if is_full or part < tiles:
-            gate, up = add_both(gate, up, of_gate, of_up, rows_here, row, quarter, part, of_row)
-        while turn < turns:
-            tile = part + PARTS * turn
-            if is_full or tile < tiles:
-                gate, up = add_both(gate, up, of_gate, of_up, rows_here, row, quarter, tile, of_row)
-            turn += 1
+        gate, up, tile, turn = f32(0.0), f32(0.0), part, 0
+        while turn < 2 if are_two else tile < tiles:
+            gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
+            up_words = read_up(of_up, rows_here, row, quarter, tile)
+            if are_kept:
+                keep()
+            gate = add_gate(gate, gate_words, of_row, quarter, tile)
+            up = add_up(up, up_words, of_row, quarter, tile)
+            tile, turn = tile + PARTS, turn + 1
         gate, up = row_sum(gate), row_sum(up)
         if lane < GROUP_ROWS:
             place = _SUMS_BYTES * part + 4 * (GROUP_ROWS * number + lane)
