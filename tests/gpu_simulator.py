@@ -395,7 +395,6 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "i64": lambda x: x,
     "once_i32": lambda x: x,
     "once_i64": lambda x: x,
-    "early": lambda x: x,
     "as_one": lambda address: address,
     "early": lambda number: number,
     "shifted_down": _shifted_down,
