@@ -149,7 +149,7 @@ def test_a_card_gives_slots_as_the_rule_says(
         layer.run(gpu, rows)
 
 
-@pytest.mark.parametrize("cpu_share", [20_000, 40_000, SHARE_UNITS])
+@pytest.mark.parametrize("cpu_share", [20_000, 60_000, SHARE_UNITS])
 def test_who_comes_last_of_the_missed_goes_to_the_cpu_instead(gpu: Run, cpu_share: int) -> None:
     layer = Layer(40, 6, 20, 12, 3, cpu_share)
     for _ in range(5):
