@@ -186,6 +186,7 @@ def test_a_card_does_not_wait_for_ever(is_aborted: bool) -> None:
     row.run(launches)
     waited = row.state[pool_state.WAITED_NS // 8]
     assert row.state[pool_state.ERROR // 8] == (2 if is_aborted else 1)
+    assert row.words(mailbox.ABORT)[0] == 1
     assert waited < 10**9 if is_aborted else 2 * 10**9 < waited < 3 * 10**9
     row.run(launches)  # the next layer neither posts nor waits
     assert row.state[pool_state.WAITED_NS // 8] == waited
