@@ -12,7 +12,7 @@ import pytest
 from filling_backend import FillingBackend, Layer
 from test_launch_ahead import begun, engine_of, model_of, write
 
-from strata_nb import Engine, device_pool
+from strata_nb import Engine, Sampling, device_pool
 from strata_nb.addresses import memory_view
 from strata_nb.cache.filling import cpu_count, missed_in_order
 from strata_nb.device_pool import LEANS, LEAST_POSTS, WINDOWS, DevicePool
@@ -53,6 +53,7 @@ class FakePool:
 
 
 pools: list[FakePool] = []
+GREEDY = Sampling(temperature=0)
 
 
 class PoolingBackend(FillingBackend):
@@ -136,6 +137,26 @@ def test_threads_are_awake_while_windows_are_in_flight_and_what_they_did_is_coun
     assert pool.is_closed
 
 
+def test_threads_rest_when_the_window_in_flight_is_dropped_or_broken_off(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pooling(small) as engine:
+        model, session = model_of(engine), begun(engine)
+        tokens = session.generate(max_tokens=30, sampling=GREEDY, ignore_eos=True)
+        for _ in range(3):  # the first token has no window ahead
+            next(tokens)
+        assert pools[0].is_awake
+        engine.describe()
+        assert not pools[0].is_awake
+        monkeypatch.setattr(model._steps.windows, "land", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(tokens)
+        assert not pools[0].is_awake
+
+
 def test_a_window_that_waited_in_vain_is_an_error_and_the_next_request_works(small: Path) -> None:
     said: list[str] = []
     with pooling(small) as engine:
@@ -150,6 +171,9 @@ def test_a_window_that_waited_in_vain_is_an_error_and_the_next_request_works(sma
         before = engine.describe().cpu_experts
         assert len(write(begun(engine), 10)) == 10
         assert engine.describe().cpu_experts == before
+        pool = model_of(engine)._pool
+        assert pool is not None
+        assert pool.share == 0  # else who goes to the CPU would be computed by nobody
         assert not pools[0].is_awake
 
 

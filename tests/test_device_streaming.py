@@ -153,6 +153,10 @@ def test_memory_that_others_want_between_two_batches_is_no_longer_lent(
         assert same_bits(read_in(model, IDS, 64), exact)
         model.make_room(model.open_sequence(), 200, prompt=True)
         assert model.ledger.holdings().loan == 0
+        read_in(model, IDS, 64)
+        assert streaming_of(model).has_loan
+        model.empty_slots()
+        assert (model.ledger.holdings().loan, model.arena.resident) == (0, 0)
 
 
 @pytest.mark.parametrize("nth", [1, 20, 40])
@@ -276,6 +280,7 @@ def test_tokens_behind_prompts_are_the_same_however_many_slots_there_are(
                 with one.open_session() as session:
                     session.extend(random_tokens(rows, rows))
                     write(session, 10)
+                    assert one.describe().bytes_by_owner["loan"] == 0
                     session.extend(random_tokens(60, rows))
                     write(session, 10)
                     texts.append(session.ids)
