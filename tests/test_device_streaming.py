@@ -159,6 +159,17 @@ def test_memory_that_others_want_between_two_batches_is_no_longer_lent(
         assert (model.ledger.holdings().loan, model.arena.resident) == (0, 0)
 
 
+def test_a_batch_for_which_the_kv_must_grow_gives_back_the_loan_first(model_file: Path) -> None:
+    with streams(model_file, FULL, kv_grow_init=64, kv_grow_step=64) as model:
+        sequence = model.open_sequence()
+        read(model, sequence, IDS)
+        before = model.ledger.holdings()
+        assert before.loan > 0
+        for _ in range(3):  # the arena's rest alone would not be enough
+            read(model, sequence, IDS)
+        assert model.ledger.holdings().kv > before.kv
+
+
 @pytest.mark.parametrize("nth", [1, 20, 40])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), DriverError("copy", 1, "no")])
 def test_after_a_failure_in_a_batch_the_loan_is_back_and_the_next_one_is_right(
