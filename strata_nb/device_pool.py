@@ -105,10 +105,12 @@ class DevicePool:
             self._follow()
 
     def served(self) -> Served:
+        """Return what the CPU did since the start."""
         waited_s = int(self._latest[pool_state.WAITED_NS // 8]) * 1e-9
         return Served(self._pool.experts, self._pool.bytes, waited_s)
 
     def close(self) -> None:
+        """End the threads; may be called twice."""
         self._pool.close()
 
     def _give_up(self, error: int) -> None:
@@ -191,13 +193,19 @@ def open_device_pool(
     top_k: int,
     say: Callable[[str], None],
 ) -> DevicePool:
-    """Start a pool for a device whose programs know of it; all experts are loaded."""
+    """Start a pool for a device whose programs know of it; all experts are loaded.
+
+    Measures link and CPU where the share is to be measured. StrataError where threads cannot be
+    started.
+    """
     threads, follows = pool_threads(options.threads), options.pcie_frac == "auto"
-    share = 1 - float(options.pcie_frac) if not follows else 0.5
     if follows:
+        # Half of what a row uses: more is rarely posted at once.
         cpu = pool_rate(layers, threads, max(1, top_k // 2))
         link = link_rate(backend.driver, backend.device).bytes_per_s
         share = LEANS * cpu / (cpu + link)
+    else:
+        share = 1 - float(options.pcie_frac)
     return DevicePool(CpuPool(places.box, layers, threads), share, say, follows=follows)
 
 

@@ -62,7 +62,7 @@ class Coming(NamedTuple):
     expert: int
     source: int
     target: int
-    size: int
+    size_bytes: int
     behind: int
 
 
@@ -156,11 +156,11 @@ class ExpertStreaming:
             if one.behind > self._awaited:
                 driver.event_wait(self._stream, self._computed[one.behind])
                 self._awaited = one.behind
-            driver.copy_async(one.target, one.source, one.size, self._stream)
+            driver.copy_async(one.target, one.source, one.size_bytes, self._stream)
         driver.event_record(self._copied[layer], self._stream)
         self._backend.await_event(self._copied[layer])
         self.streamed += len(coming)
-        self.streamed_bytes += sum(one.size for one in coming)
+        self.streamed_bytes += sum(one.size_bytes for one in coming)
 
     def leave(self, layer: int) -> None:
         """Let copies know when a layer, which was begun, is done with its places."""
