@@ -135,6 +135,8 @@ def test_threads_are_awake_while_windows_are_in_flight_and_what_they_did_is_coun
         assert report.cpu_experts == pool.experts > 0
         assert report.cpu_bytes == 100 * pool.experts
         assert report.misses > report.cpu_experts
+        copied_bytes = model_of(engine)._residency.copied_bytes
+        assert report.link_bytes == report.missed_bytes - report.cpu_bytes + copied_bytes
         assert report.cpu_wait_s == pytest.approx(device_of(engine).state[POSTS // 8] * 1e-6)
     assert pool.is_closed
 
