@@ -418,8 +418,20 @@ def test_devices_without_memory_of_their_own_have_no_limit(tiny: Path) -> None:
     ("options", "off"),
     [
         ({}, []),
-        ({"expert_cache": "4"}, ["slots for 12 experts (--expert-cache 4)"]),
-        ({"expert_cache": "0"}, ["slots for 16 experts (--expert-cache 0)"]),
+        (
+            {"expert_cache": "4", "cpu_pool": False},
+            [
+                "experts computed by the CPU (--no-cpu-pool)",
+                "slots for 12 experts (--expert-cache 4)",
+            ],
+        ),
+        (
+            {"expert_cache": "0", "cpu_pool": False},
+            [
+                "experts computed by the CPU (--no-cpu-pool)",
+                "slots for 16 experts (--expert-cache 0)",
+            ],
+        ),
         (
             {"adapt": "off", **FIXED},
             ["following the text (--adapt off)", "growth of the K/V (--no-kv-grow)"],
