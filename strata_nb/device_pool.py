@@ -208,6 +208,7 @@ def open_device_pool(
     """Start a pool for a device whose programs know of it; all experts are loaded."""
     threads, follows = pool_threads(options.threads), options.pcie_frac == "auto"
     if follows:
+        # Half of what a row uses: more is rarely posted at once.
         share = _first_share(backend, layers, threads, max(1, top_k // 2), say)
     else:
         share = 1 - float(options.pcie_frac)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,6 +174,25 @@ def test_threads_at_rest_sleep_and_others_do_not(layers: list[Layer]) -> None:
         until(lambda: made_pool._state[sleeps].all())
         time.sleep(0.05)
         assert made_pool._state[sleeps].all()
+
+
+def test_threads_hardly_work_while_nobody_takes_a_windows_token(layers: list[Layer]) -> None:
+    def naps(pool: CpuPool) -> int:
+        status = [Path(f"/proc/self/task/{one.native_id}/status") for one in pool._workers]
+        words = [
+            re.findall(r"\nvoluntary_ctxt_switches:\s*(\d+)", one.read_text()) for one in status
+        ]
+        return sum(int(number) for (number,) in words)
+
+    def are_few() -> bool:
+        before = naps(made_pool)
+        time.sleep(0.1)
+        return naps(made_pool) - before < 300  # of naps of 50 microseconds, over a thousand
+
+    with pool_of(layers) as (made_pool, poster):
+        until(are_few)
+        message(poster)
+        ask(poster)
 
 
 def test_the_rate_of_a_pool_is_measured_on_its_layers(layers: list[Layer]) -> None:

@@ -232,7 +232,10 @@ def judge_model(
             "prompt": read_apart(lambda ids: engine.logits(ids.tolist()), documents),
             "decode": read_apart(partial(decode_logits, engine), documents),
         }
+        by_cpu = engine.describe().cpu_experts
     result: Result = {}
+    if by_cpu:
+        print(f"{path.stem} | {by_cpu:,} missed experts were computed by the CPU")
     for name in ("prompt", "decode"):
         ours = figures(exact, logits[name])
         peer = peers.figures(path, documents, exact, name)
@@ -244,6 +247,7 @@ def judge_model(
             "checks": [asdict(check) for check in checks],
             "device": ours,
             "llama.cpp": peer,
+            "computed_by_cpu": by_cpu if name == "decode" else 0,
         }
     return result
 

@@ -53,8 +53,13 @@ from strata_nb.raw_memory import (
 )
 
 _SPINS = 4_000  # pauses, 0.1 to 0.2 ms, before a thread that waits gives its processor away
-_YIELDS_NS = 10_000_000  # that it does so before it sleeps, or naps where a card may still post:
-_NAP_NS = 50_000  # where others want the processor, who never sleeps is the last to get it back
+# That it does so before it sleeps, or naps where a card may still post: where others want the
+# processor, who never sleeps is the last to get it back.
+_YIELDS_NS = 10_000_000
+_NAP_NS = 50_000
+# A window may be in flight whose token nobody takes. For as long as that lasts, naps every 50
+# microseconds would take a twelfth of each processor.
+_LONG_AFTER_NS, _LONG_NAP_NS = 500_000_000, 2_000_000
 _CACHE_LINE = 64
 _GROUPS = SUB_BLOCK // GROUP_ROWS  # that are quantised together
 
@@ -101,13 +106,15 @@ def _changes(state: int, own: int, place: int, known: int, may_sleep: int) -> An
         elif waits == _SPINS:
             waits += 1
             start = monotonic_ns(clock)
-        elif monotonic_ns(clock) - start < _YIELDS_NS:
-            yield_processor()
-        elif not may_sleep or load_atomic(state + 8 * at.AWAKE):
-            nap(clock, _NAP_NS)
         else:
-            _sleep(state, own)
-            waits = 0
+            waited = monotonic_ns(clock) - start
+            if waited < _YIELDS_NS:
+                yield_processor()
+            elif not may_sleep or load_atomic(state + 8 * at.AWAKE):
+                nap(clock, _NAP_NS if waited < _LONG_AFTER_NS else _LONG_NAP_NS)
+            else:
+                _sleep(state, own)
+                waits = 0
     return 1
 
 
