@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bench")]
 
 from card_batches import Memory, compiled, timed  # noqa: E402
-from card_graphs import REPLAYS, store  # noqa: E402
+from card_graphs import REPLAYS, store, whole_numbers  # noqa: E402
 
 from strata_nb import backend, cpu  # noqa: E402
 from strata_nb.card_backend import CardBackend  # noqa: E402
@@ -48,10 +48,10 @@ DIFFERENT_BLOCKS = 16  # of the K/V; then they come again
 def main() -> None:
     """Measure what the command line asks for; print and store it."""
     arguments = docopt(str(__doc__))
-    batches, depths, sizes = (
-        [int(word) for word in arguments[name].split(",")]
-        for name in ("--rows", "--depths", "--heads")
-    )
+    batches, sizes = (whole_numbers(arguments, name) for name in ("--rows", "--heads"))
+    depths = whole_numbers(arguments, "--depths", least=0)
+    if len(sizes) != 3:
+        raise SystemExit(f"--heads {arguments['--heads']}: not usable; three numbers")
     figures = []
     with closing(backend.open_backend(arguments["--device"], cpu.physical_cores())) as card:
         if not isinstance(card, CardBackend):

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bench")]
 
-from card_graphs import REPLAYS, TimedGraph, spread, store  # noqa: E402
+from card_graphs import REPLAYS, TimedGraph, spread, store, whole_numbers  # noqa: E402
 from cublas import Cublas  # noqa: E402
 from random_blocks import random_blocks  # noqa: E402
 
@@ -62,15 +62,15 @@ DIFFERENT_ROWS = 64  # of activations; then they come again
 DIFFERENT_EXPERTS = 4
 COMPARED = 4  # rows
 # Instructions of a warp for 64 values of 16 outputs and 8 rows (`kernels/gpu/batch_tiles.py`).
-SLOTS = {TensorType.Q4_K: 34, TensorType.Q5_K: 34, TensorType.Q6_K: 44}
+INSTRUCTIONS = {TensorType.Q4_K: 34, TensorType.Q5_K: 34, TensorType.Q6_K: 44}
 PRODUCTS = ("batch_expert_", "batch_up_")
-OF_SLOTS = 2 * 64 * 16 * 8  # operations of these
+OPERATIONS = 2 * 64 * 16 * 8  # of the same
 
 
 def main() -> None:
     """Measure what the command line asks for; print and store it."""
     arguments = docopt(str(__doc__))
-    batches = [int(word) for word in arguments["--rows"].split(",")]
+    batches = whole_numbers(arguments, "--rows")
     figures: dict[str, Any] = {"dense": [], "experts": []}
     issues = float(arguments["--issues"]) * 1e9
     with closing(backend.open_backend(arguments["--device"], cpu.physical_cores())) as card:
@@ -107,10 +107,10 @@ def main() -> None:
 
 def shares(kinds: list[TensorType], tops: float, issues: float) -> dict[str, float]:
     """Return which share of the card's instructions products of these types reach, if counted."""
-    if not tops or not set(kinds) <= set(SLOTS):
+    if not tops or not set(kinds) <= set(INSTRUCTIONS):
         return {}
-    slots = sum(SLOTS[kind] for kind in kinds) / len(kinds)
-    return {"share_of_issues": tops * 1e12 * slots / OF_SLOTS / issues}
+    instructions = sum(INSTRUCTIONS[kind] for kind in kinds) / len(kinds)
+    return {"share_of_issues": tops * 1e12 * instructions / OPERATIONS / issues}
 
 
 def show(what: str, one: dict[str, Any]) -> None:

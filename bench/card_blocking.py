@@ -7,7 +7,7 @@ Usage:
 Options:
   --device=TEXT    as --device has it [default: cuda:0]
   --spin-ms=N      how long the kernel runs, about [default: 50]
-  --rounds=N       [default: 5]
+  --rounds=N       in which each call is made once [default: 5]
   -o FILE          write the figures here, not to bench/results/card_blocking.json
 
 A card may wait for the host within a window (for the threads that compute missed experts). Whatever

@@ -187,7 +187,8 @@ class Bench:
             kv_grow=False,  # memory that moves brings experts
             expert_profile=profile,
             force_routes=self._files[routes],
-            pcie_frac=self._pcie_frac,
+            cpu_pool=self._pcie_frac != 1,
+            pcie_frac="auto" if self._pcie_frac == 1 else self._pcie_frac,
         )
         with Engine.open(options) as engine:
             if self.link is None:
@@ -292,8 +293,7 @@ def main() -> None:
         whole_number(arguments, "--tokens"),
     )
     runs, seed = whole_number(arguments, "--runs"), whole_number(arguments, "--seed", least=0)
-    pcie_frac: float | str = arguments["--pcie-frac"]
-    pcie_frac = pcie_frac if pcie_frac == "auto" else float(pcie_frac)
+    pcie_frac = share_of_link(arguments["--pcie-frac"])
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(
             arguments["MODEL"],
@@ -352,6 +352,19 @@ def main() -> None:
         raise SystemExit("the tokens differ")
     if bench.failed:
         raise SystemExit(f"{len(bench.failed)} failed")
+
+
+def share_of_link(text: str) -> float | str:
+    """Return what `--pcie-frac` is given, or end the program and say what it may be."""
+    if text == "auto":
+        return text
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise SystemExit(f"--pcie-frac {text}: not usable; a number from 0 to 1, or auto")
+    return share
 
 
 def _write(engine: Engine, session: Session, tokens: int, ids: list[int]) -> Part:

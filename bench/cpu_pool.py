@@ -1,17 +1,16 @@
 """Measure how fast the CPU pool answers posts on this machine; no card is needed.
 
 Usage:
-  cpu_pool.py [--threads=LIST] [--experts=LIST] [--down=TYPE] [--mib=N] [--posts=N] [--pause-us=N]
-              [--json=FILE]
+  cpu_pool.py [options]
   cpu_pool.py --help
 
 Options:
-  --threads=LIST   comma-separated (default: 1 and powers of two up to all processors but one)
-  --experts=LIST   of a post, comma-separated (default 1,2,3,4,6,8)
-  --down=TYPE      of down; gate and up are Q4_K (default Q6_K)
-  --mib=N          of experts, more than the caches hold (default 1024)
-  --posts=N        that count, of each kind (default 200)
-  --pause-us=N     between an answer and the next post, as a card has other work (default 50)
+  --threads=LIST   comma-separated (default: all processors but one, and powers of two below)
+  --experts=LIST   of a post, comma-separated [default: 1,2,3,4,6,8]
+  --down=TYPE      of down; gate and up are Q4_K [default: Q6_K]
+  --mib=N          of experts, more than the caches hold [default: 1024]
+  --posts=N        that count, of each kind [default: 200]
+  --pause-us=N     between an answer and the next post, as a card has other work [default: 50]
   --json=FILE      also write the figures there
 
 Experts have the shape of the benchmark model: gate and up 768 x 2048, down 2048 x 768. Microseconds
@@ -30,18 +29,20 @@ from typing import Any
 import numpy as np
 from docopt import docopt
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tools")]
 
-from random_blocks import random_blocks
-from results import write_result
+from card_graphs import whole_number, whole_numbers  # noqa: E402 - bench/ is no package
+from random_blocks import random_blocks  # noqa: E402
+from results import write_result  # noqa: E402
 
-from strata_nb import cpu
-from strata_nb.cpu_pool import PoolLayer
-from strata_nb.formats import TensorType, block_layout
-from strata_nb.kernels.host.capability import PATH
-from strata_nb.kernels.host.reading import read_passes
-from strata_nb.packing import pack
-from strata_nb.pool_rate import measure
+from strata_nb import cpu  # noqa: E402
+from strata_nb.cpu_pool import PoolLayer  # noqa: E402
+from strata_nb.formats import TensorType, block_layout  # noqa: E402
+from strata_nb.kernels.host.capability import PATH  # noqa: E402
+from strata_nb.kernels.host.reading import read_passes  # noqa: E402
+from strata_nb.packing import pack  # noqa: E402
+from strata_nb.pool_rate import measure  # noqa: E402
 
 WIDTH, INNER = 2048, 768
 MADE = 4  # experts whose bytes are made; the others are copies at other places
@@ -50,13 +51,15 @@ SPREAD = 0.02  # standard deviation of the weights
 
 
 def main() -> None:
-    arguments = docopt(__doc__)
-    most = max(1, cpu.usable_processors() - 1)
-    threads = numbers(arguments["--threads"]) or powers_up_to(most)
-    counts = numbers(arguments["--experts"]) or [1, 2, 3, 4, 6, 8]
-    posts, pause_us = int(arguments["--posts"] or 200), int(arguments["--pause-us"] or 50)
+    """Measure what the command line asks for; print it, and store it where that is asked for."""
+    arguments = docopt(str(__doc__))
+    threads = powers_up_to(max(1, cpu.usable_processors() - 1))
+    if arguments["--threads"] is not None:
+        threads = whole_numbers(arguments, "--threads")
+    counts, posts = whole_numbers(arguments, "--experts"), whole_number(arguments, "--posts")
+    pause_us = whole_number(arguments, "--pause-us", least=0)
     layer, kept, addresses = experts(
-        TensorType[arguments["--down"] or "Q6_K"], int(arguments["--mib"] or 1024) << 20
+        TensorType[arguments["--down"]], whole_number(arguments, "--mib") << 20
     )
     print(
         f"{cpu.processor_name()}, {cpu.usable_processors()} processors, "
@@ -130,10 +133,6 @@ def experts(
         *kinds, gate_offset, up_offset, down_offset, WIDTH, INNER, experts=count, addresses=table
     )
     return layer, memory, addresses
-
-
-def numbers(text: str | None) -> list[int]:
-    return [int(one) for one in text.split(",")] if text else []
 
 
 def powers_up_to(most: int) -> list[int]:

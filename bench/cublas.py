@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from card_graphs import REPLAYS
+
 from strata_nb.card_backend import CardBackend
 
 _NAMES = ("libcublas.so.13", "libcublas.so.12")
-_REPLAYS = 21
 _PLAIN, _TRANSPOSED = 0, 1
 _BFLOAT16, _COMPUTE_F32, _DEFAULT = 14, 68, -1
 
@@ -49,7 +50,7 @@ class Cublas:
         return 1e-12 * operations / sum(self._seconds(*one) for one in products)
 
     def _seconds(self, rows: int, outputs: int, values: int) -> float:
-        """Return the median of 21."""
+        """Return the median of REPLAYS."""
         driver, device = self._card.driver, self._card.device
         calls, stream = self._card._card, self._card._stream
         rng = np.random.default_rng(0)
@@ -63,7 +64,7 @@ class Cublas:
                 return address
 
             w, x, y = room(outputs * values), room(rows * values), room(rows * outputs)
-            events = [self._card._timed_event(made) for _ in range(_REPLAYS + 1)]
+            events = [self._card._timed_event(made) for _ in range(REPLAYS + 1)]
             for event in (None, None, *events):
                 if event is not None:
                     calls.event_record(event, stream)

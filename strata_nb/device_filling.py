@@ -51,7 +51,10 @@ class FillingPlaces(NamedTuple):
 
 
 class DeviceFilling:
-    """Plan windows and take over what they decided; call under the model's lock."""
+    """Plan windows and take over what they decided; call under the model's lock.
+
+    cpu_share   of the missed of a row, in parts of SHARE_UNITS, that plans leave to the CPU
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class DeviceFilling:
         shape = arena.layout.layers, arena.layout.experts
         self._plans, self._silence = new_plans(*shape), new_plans(*shape)
         self._window = 0
-        self.cpu_share = 0  # of the missed of a row, as plans have it
+        self.cpu_share = 0
         self._offered: deque[set[int]] = deque()  # of windows in flight, the oldest first
         self._sent_changes = -1  # of the host's to the addresses, which the device has
         # Of the plan by which nobody comes, the share that the device has with it; None: it has
@@ -116,7 +119,9 @@ class DeviceFilling:
         """Take over what the oldest window in flight left; None: its plan let nobody come."""
         if addresses is not None:
             self._adopt(addresses, is_counted=True)
-        if self._offered:  # before, whatever ends this half way lets the addresses be fetched
+        # Only now is the window out of flight: where this is broken off before, `find` fetches the
+        # addresses.
+        if self._offered:
             self._offered.popleft()
 
     def find(self, *, is_counted: bool = False) -> None:

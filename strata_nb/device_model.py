@@ -181,7 +181,7 @@ class DeviceModel:
         misses = backend.pools and plan.start_slots < model.layers * model.experts
         pool: PoolPlaces | None = None
         if misses and sizes.experts is not None:
-            reason = why_no_pool(options, backend, sizes.experts.parts)
+            reason = why_no_pool(options, sizes.experts.parts)
             if reason is None:
                 pool = pool_places(backend, model, sizes.experts.parts)
             else:

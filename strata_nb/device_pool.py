@@ -114,10 +114,12 @@ class DevicePool:
             self._follow()
 
     def served(self) -> Served:
+        """Return what the CPU did since the start."""
         waited_s = int(self._latest[pool_state.WAITED_NS // 8]) * 1e-9
         return Served(self._pool.experts, self._pool.bytes, waited_s)
 
     def close(self) -> None:
+        """End the threads; may be called twice."""
         self._pool.close()
 
     def _give_up(self, error: int) -> None:
@@ -161,7 +163,7 @@ class DevicePool:
 Parts = Sequence[Mapping[str, ExpertPart]]  # of each layer, by the names of `EXPERT_PARTS`
 
 
-def why_no_pool(options: Options, backend: Backend[Any], parts: Parts) -> str | None:
+def why_no_pool(options: Options, parts: Parts) -> str | None:
     """Return why a device that misses experts leaves none to the CPU; None where it does."""
     if not options.cpu_pool:
         return "--no-cpu-pool"
@@ -205,7 +207,11 @@ def open_device_pool(
     top_k: int,
     say: Callable[[str], None],
 ) -> DevicePool:
-    """Start a pool for a device whose programs know of it; all experts are loaded."""
+    """Start a pool for a device whose programs know of it; all experts are loaded.
+
+    Measures link and CPU where the share is to be measured. StrataError where threads cannot be
+    started.
+    """
     threads, follows = pool_threads(options.threads), options.pcie_frac == "auto"
     if follows:
         # Half of what a row uses: more is rarely posted at once.

@@ -62,7 +62,7 @@ class Coming(NamedTuple):
     expert: int
     source: int
     target: int
-    size: int
+    size_bytes: int
     behind: int
 
 
@@ -95,7 +95,8 @@ class ExpertStreaming:
         self._own, self._top_k, self._say = own, top_k, say
         self._failing = False  # to borrow, since it last went well; then it was said
         self._coming: list[list[Coming]] = []  # of each layer of the batch
-        self._assigned = b"", (0, 0)  # the tiers and the ring that they were found for
+        # The tiers and the ring that they were found for; None: nobody knows.
+        self._assigned: tuple[bytes, tuple[int, int]] | None = None
         self._awaited = -1  # the last layer of the batch that copies wait for
         with ExitStack() as undo:
             driver, device = self._driver, backend.device
@@ -109,7 +110,7 @@ class ExpertStreaming:
             self._resources = undo.pop_all()
 
     def close(self) -> None:
-        """Wait for the copies; may be called twice."""
+        """Wait for the copies and end their stream; may be called twice."""
         self._resources.close()
 
     @property
@@ -125,9 +126,11 @@ class ExpertStreaming:
         arena, experts = self._arena, self._arena.layout.experts
         is_worth_it = rows * self._top_k >= LEAST_CHOICES * experts and not arena.is_complete
         ring = self._ring() if is_worth_it else (0, 0)  # it may be slots, whose experts leave
-        if self._assigned != (arena.expert_tier.tobytes(), ring):
-            self._assigned = arena.expert_tier.tobytes(), ring
+        wanted = arena.expert_tier.tobytes(), ring
+        if self._assigned != wanted:
+            self._assigned = None  # an interrupt may leave `_coming` as it was, or as it shall be
             self._coming = self._assign(*ring)
+            self._assigned = wanted
         self._awaited = -1
         reads = arena.expert_address.copy()
         for layer, coming in enumerate(self._coming):
@@ -153,11 +156,11 @@ class ExpertStreaming:
             if one.behind > self._awaited:
                 driver.event_wait(self._stream, self._computed[one.behind])
                 self._awaited = one.behind
-            driver.copy_async(one.target, one.source, one.size, self._stream)
+            driver.copy_async(one.target, one.source, one.size_bytes, self._stream)
         driver.event_record(self._copied[layer], self._stream)
         self._backend.await_event(self._copied[layer])
         self.streamed += len(coming)
-        self.streamed_bytes += sum(one.size for one in coming)
+        self.streamed_bytes += sum(one.size_bytes for one in coming)
 
     def leave(self, layer: int) -> None:
         """Let copies know when a layer, which was begun, is done with its places."""

@@ -94,9 +94,9 @@ class ModelReport(NamedTuple):
     filled: int
     streamed: int
     streamed_bytes: int
-    cpu_experts: int = 0
-    cpu_bytes: int = 0
-    cpu_wait_s: float = 0.0
+    cpu_experts: int
+    cpu_bytes: int
+    cpu_wait_s: float
 
 
 class StepModel(Protocol):
@@ -249,7 +249,7 @@ class ReferenceSteps:
             raise
 
     def report(self) -> ModelReport:
-        return ModelReport((), 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        return ModelReport((), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
     def close(self) -> None:
         with self._turn:

@@ -442,14 +442,16 @@ def test_a_pool_has_a_thread_a_core_and_leaves_a_processor_to_the_caller(
     assert pool_threads(chosen) == threads
 
 
-def test_layers_that_a_pool_cannot_multiply_by_are_refused(layers: list[Layer]) -> None:
+def test_what_a_pool_cannot_work_on_is_refused(layers: list[Layer]) -> None:
     first, second = (described(layer) for layer in layers)
     poster = Poster(first.width)
-    for wrong in (
-        [],
-        [first._replace(down=T.F16)],
-        [first, second._replace(width=512)],
-        [first._replace(inner=300)],
+    for box, wrong, threads in (
+        (poster.box, [], 2),
+        (poster.box, [first._replace(down=T.F16)], 2),
+        (poster.box, [first, second._replace(width=512)], 2),
+        (poster.box, [first._replace(inner=300)], 2),
+        (poster.box + 8, [first], 2),
+        (poster.box, [first], 0),
     ):
         with pytest.raises(ValueError, match=r"layers|experts"):
-            CpuPool(poster.box, wrong, 2)
+            CpuPool(box, wrong, threads)

@@ -12,11 +12,12 @@ import pytest
 from filling_backend import FillingBackend, Layer
 from test_launch_ahead import PROMPT, begun, engine_of, model_of, write
 
-from strata_nb import Engine, device_pool
+from strata_nb import Engine, Options, Sampling, device_pool
 from strata_nb.addresses import memory_view
 from strata_nb.cache.filling import cpu_count, missed_in_order
-from strata_nb.device_pool import LEANS, LEAST_POSTS, WINDOWS, DevicePool
+from strata_nb.device_pool import LEANS, LEAST_POSTS, WINDOWS, DevicePool, why_no_pool
 from strata_nb.fill_plans import SHARE_UNITS, plan_type
+from strata_nb.formats import TensorType as T
 from strata_nb.kernels import mailbox
 from strata_nb.kernels.gpu.pooled import PoolPlaces
 from strata_nb.kernels.pool_state import (
@@ -29,6 +30,7 @@ from strata_nb.kernels.pool_state import (
     WAITED_NS,
     WORDS,
 )
+from strata_nb.loading import ExpertPart
 
 
 class FakePool:
@@ -52,6 +54,7 @@ class FakePool:
 
 
 pools: list[FakePool] = []
+GREEDY = Sampling(temperature=0)
 
 
 class PoolingBackend(FillingBackend):
@@ -131,8 +134,30 @@ def test_threads_are_awake_while_windows_are_in_flight_and_what_they_did_is_coun
         assert report.cpu_experts == pool.experts > 0
         assert report.cpu_bytes == 100 * pool.experts
         assert report.misses > report.cpu_experts
+        copied_bytes = model_of(engine)._residency.copied_bytes
+        assert report.link_bytes == report.missed_bytes - report.cpu_bytes + copied_bytes
         assert report.cpu_wait_s == pytest.approx(device_of(engine).state[POSTS // 8] * 1e-6)
     assert pool.is_closed
+
+
+def test_threads_rest_when_the_window_in_flight_is_dropped_or_broken_off(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pooling(small) as engine:
+        model, session = model_of(engine), begun(engine)
+        tokens = session.generate(max_tokens=30, sampling=GREEDY, ignore_eos=True)
+        for _ in range(3):  # the first token has no window ahead
+            next(tokens)
+        assert pools[0].is_awake
+        engine.describe()
+        assert not pools[0].is_awake
+        monkeypatch.setattr(model._steps.windows, "land", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(tokens)
+        assert not pools[0].is_awake
 
 
 def test_a_window_that_waited_in_vain_is_read_again_without_the_cpu(small: Path) -> None:
@@ -152,6 +177,9 @@ def test_a_window_that_waited_in_vain_is_read_again_without_the_cpu(small: Path)
         assert before < stopped
         assert write(begun(engine), 10) == expected[:10]
         assert engine.describe().cpu_experts == stopped
+        pool = model_of(engine)._pool
+        assert pool is not None
+        assert pool.share == 0  # else who goes to the CPU would be computed by nobody
         assert not pools[0].is_awake
 
 
@@ -212,6 +240,28 @@ def test_a_machine_with_few_processors_or_room_for_all_experts_has_no_pool(
     assert pools == []
 
 
+def test_experts_of_floats_are_left_to_the_card() -> None:
+    packed, floats = (ExpertPart(0, kind, (32, 32)) for kind in (T.Q4_K, T.F16))
+    options = Options("model.gguf")
+    for parts, reason in (([packed, packed], None), ([packed, floats], "experts of floats")):
+        assert why_no_pool(options, [{"gate": one} for one in parts]) == reason
+
+
+def test_in_runs_that_are_no_windows_nobody_goes_to_the_cpu(small: Path) -> None:
+    with pooling(small) as engine:
+        write(begun(engine), 5)
+        model = model_of(engine)
+        model.report()
+        kind, places = plan_type(model.arena.layout.experts), model._filling_places
+        assert places is not None
+        size_bytes = model.arena.layout.layers * kind.itemsize
+        plans = memory_view(places.plan, size_bytes).view(kind)
+        assert plans["cpu_share"].all()
+        model._steps.silence()
+        model._backend.wait()
+        assert not plans["cpu_share"].any()
+
+
 def test_the_share_follows_what_card_and_pool_needed() -> None:
     made = FakePool()
     pool = DevicePool(made, 0.5, lambda _: None, follows=True)  # type: ignore[arg-type]
@@ -222,6 +272,11 @@ def test_the_share_follows_what_card_and_pool_needed() -> None:
         made.busy_s += 30 * 1e-6
         pool.landed(state)
     assert pool.share == pytest.approx(LEANS * 0.75 * SHARE_UNITS, rel=1e-3)
+    few = DevicePool(made, 0.25, lambda _: None, follows=True)  # type: ignore[arg-type]
+    state[POSTS // 8] = LEAST_POSTS - 1
+    for _ in range(2 * WINDOWS):
+        few.landed(state)
+    assert few.share == SHARE_UNITS // 4
     fixed = DevicePool(made, 0.25, lambda _: None, follows=False)  # type: ignore[arg-type]
     for _ in range(2 * WINDOWS):
         fixed.landed(state)

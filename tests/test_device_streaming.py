@@ -153,6 +153,21 @@ def test_memory_that_others_want_between_two_batches_is_no_longer_lent(
         assert same_bits(read_in(model, IDS, 64), exact)
         model.make_room(model.open_sequence(), 200, prompt=True)
         assert model.ledger.holdings().loan == 0
+        read_in(model, IDS, 64)
+        assert streaming_of(model).has_loan
+        model.empty_slots()
+        assert (model.ledger.holdings().loan, model.arena.resident) == (0, 0)
+
+
+def test_a_batch_for_which_the_kv_must_grow_gives_back_the_loan_first(model_file: Path) -> None:
+    with streams(model_file, FULL, kv_grow_init=64, kv_grow_step=64) as model:
+        sequence = model.open_sequence()
+        read(model, sequence, IDS)
+        before = model.ledger.holdings()
+        assert before.loan > 0
+        for _ in range(3):  # the arena's rest alone would not be enough
+            read(model, sequence, IDS)
+        assert model.ledger.holdings().kv > before.kv
 
 
 @pytest.mark.parametrize("nth", [1, 20, 40])
@@ -183,6 +198,21 @@ def test_after_a_failure_in_a_batch_the_loan_is_back_and_the_next_one_is_right(
         assert model.ledger.holdings() == start
         assert model.kv.length(sequence) == 0
         assert same_bits(read(model, sequence, IDS), exact)
+
+
+def test_an_interrupt_while_it_is_decided_who_comes_leaves_nothing_half_decided(
+    model_file: Path, exact: Floats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with streams(model_file, expert_cache="0") as model:
+        with monkeypatch.context() as patch:
+            patch.setattr(streaming_of(model), "_assign", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                read_in(model, IDS, 64)
+        assert same_bits(read_in(model, IDS, 64), exact)
+        assert streaming_of(model).streamed == SHAPE.layers * SHAPE.experts
 
 
 def test_where_nothing_can_be_borrowed_a_line_says_so_once(model_file: Path, exact: Floats) -> None:
@@ -261,6 +291,7 @@ def test_tokens_behind_prompts_are_the_same_however_many_slots_there_are(
                 with one.open_session() as session:
                     session.extend(random_tokens(rows, rows))
                     write(session, 10)
+                    assert one.describe().bytes_by_owner["loan"] == 0
                     session.extend(random_tokens(60, rows))
                     write(session, 10)
                     texts.append(session.ids)

@@ -9,7 +9,7 @@ import gpu_simulator
 import kernel_references as plain
 import numpy as np
 import pytest
-from gpu_launches import aligned, of_card, simulate
+from gpu_launches import OF_CARDS, aligned, of_card, simulate
 from host_launches import UNTOUCHED, normal, same_bits
 from numpy.typing import NDArray
 from test_gpu_experts import Experts
@@ -140,8 +140,6 @@ class Row:
 
 
 def _part(kernel: str, words: dict[str, int], variant: Any) -> CardLaunch:
-    from gpu_launches import OF_CARDS
-
     given: dict[str, int | float] = {name: words[name] for name in OF_CARDS[kernel].arguments}
     (found,) = of_card(kernel, given, variant, 1)
     return found
@@ -188,6 +186,7 @@ def test_a_card_does_not_wait_for_ever(is_aborted: bool) -> None:
     row.run(launches)
     waited = row.state[pool_state.WAITED_NS // 8]
     assert row.state[pool_state.ERROR // 8] == (2 if is_aborted else 1)
+    assert row.words(mailbox.ABORT)[0] == 1
     assert waited < 10**9 if is_aborted else 2 * 10**9 < waited < 3 * 10**9
     row.run(launches)  # the next layer neither posts nor waits
     assert row.state[pool_state.WAITED_NS // 8] == waited

@@ -34,6 +34,7 @@ from strata_nb.kernels.gpu.halves import (
     power_below,
     products,
     store_query,
+    sum_of_parts,
 )
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
@@ -75,8 +76,7 @@ _CHUNK = 16  # cells that a warp takes at a time
 _ROUND = WARPS * _CHUNK  # cells that the block takes at a time
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
 _RUN_SHIFT = RUN_CELLS.bit_length() - 1
-_INFINITY = float("inf")
-_MINUS_INFINITY = -_INFINITY
+_MINUS_INFINITY = float("-inf")
 _UNIT = float(1 << 15)  # the largest weight, so that small ones are exact halves too
 _REGISTERS = 255  # one block a multiprocessor, with many loads on their way
 
@@ -224,11 +224,6 @@ def _largest_of_warps(place: int) -> Any:
         best = larger_f32(best, shared_load_f32(place + 4 * _TILE * warp))
         warp += 1
     return best
-
-
-def _joined(nearest: Any, rest: Any) -> Any:
-    """Return the sum of a score's two parts; of an infinite one the rest is infinite as well."""
-    return nearest if magnitude_of(nearest) == f32(_INFINITY) else nearest + rest
 
 
 # -- the kernel ------------------------------------------------------------------------------------
@@ -459,10 +454,10 @@ def halves_attention(key_length: int, value_length: int, group: int, source: Sou
                 found = score(words, keys[:key_words], keys[key_words:], no_scores())
                 keys = following
                 seen = last - chunk - 2 * t
-                a = _joined(found[0], found[2]) * scale if seen >= 0 else f32(_MINUS_INFINITY)
-                b = _joined(found[1], found[3]) * scale if seen >= 1 else f32(_MINUS_INFINITY)
-                c = _joined(found[4], found[6]) * scale if seen >= 8 else f32(_MINUS_INFINITY)
-                d = _joined(found[5], found[7]) * scale if seen >= 9 else f32(_MINUS_INFINITY)
+                a = sum_of_parts(found[0], found[2]) * scale if seen >= 0 else f32(_MINUS_INFINITY)
+                b = sum_of_parts(found[1], found[3]) * scale if seen >= 1 else f32(_MINUS_INFINITY)
+                c = sum_of_parts(found[4], found[6]) * scale if seen >= 8 else f32(_MINUS_INFINITY)
+                d = sum_of_parts(found[5], found[7]) * scale if seen >= 9 else f32(_MINUS_INFINITY)
                 best = larger_f32(best, larger_f32(larger_f32(a, b), larger_f32(c, d)))
                 shared_store_f32(scores, a)
                 shared_store_f32(scores + 4 * _THREADS, b)

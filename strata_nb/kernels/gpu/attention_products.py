@@ -17,7 +17,7 @@ from typing import Any
 
 from strata_nb.kernels.gpu.attention_sets import ROUND
 from strata_nb.kernels.gpu.exponential import weight_of
-from strata_nb.kernels.gpu.halves import halves_of, magnitude_of
+from strata_nb.kernels.gpu.halves import halves_of, magnitude_of, sum_of_parts
 from strata_nb.kernels.gpu.intrinsics import (
     f32,
     high_halves,
@@ -32,8 +32,7 @@ from strata_nb.kernels.gpu.intrinsics import (
 )
 from strata_nb.kernels.gpu.operations import Function
 
-_INFINITY = float("inf")
-_MINUS_INFINITY = -_INFINITY
+_MINUS_INFINITY = float("-inf")
 
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -81,14 +80,9 @@ def key_products(pieces: int, pitch: int, piece: int = 0) -> Function:
     return products
 
 
-def _joined(nearest: Any, rest: Any) -> Any:
-    """Return the sum of a score's two parts; of an infinite one the rest is infinite as well."""
-    return nearest if magnitude_of(nearest) == f32(_INFINITY) else nearest + rest
-
-
 def _joined_column(sums: Any) -> Any:
-    first = _joined(sums[0], sums[4]), _joined(sums[1], sums[5])
-    return (*first, _joined(sums[2], sums[6]), _joined(sums[3], sums[7]))
+    first = sum_of_parts(sums[0], sums[4]), sum_of_parts(sums[1], sums[5])
+    return (*first, sum_of_parts(sums[2], sums[6]), sum_of_parts(sums[3], sums[7]))
 
 
 def joined(sums: Any) -> Any:

@@ -54,10 +54,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     shared_store_f32,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import (
-    MOST_REGISTERS,
-    Function,
-)
+from strata_nb.kernels.gpu.operations import MOST_REGISTERS, Function
 from strata_nb.kernels.gpu.products import decoder_of, row_bytes_of
 from strata_nb.kernels.gpu.scaling import BEYOND, Scaling, scaling_of
 from strata_nb.kernels.gpu.tables import table_bytes, table_filler

@@ -12,6 +12,7 @@ from typing import Any
 
 from strata_nb.kernels.gpu.intrinsics import (
     bits_of_f32,
+    f32,
     f32_of_bits,
     f32_of_half,
     halves_of_f32,
@@ -24,6 +25,7 @@ from strata_nb.kernels.gpu.intrinsics import (
 from strata_nb.kernels.gpu.operations import Function
 
 _MAGNITUDE, _EXPONENT = 0x7FFFFFFF, 0x7F800000
+_INFINITY = float("inf")
 _MANTISSA_BITS = 23
 _LEAST_EXPONENT = 15  # as float32 has them: 2 ** -112; below, floats are as good as zero
 _TOP = 14  # the exponent to which the largest float is brought: a half has 15 at most
@@ -39,6 +41,12 @@ def halves_of(x: Any, y: Any) -> Any:
 def magnitude_of(x: Any) -> Any:
     """Return a float without its sign."""
     return f32_of_bits(i32(bits_of_f32(x) & _MAGNITUDE))
+
+
+def sum_of_parts(nearest: Any, rest: Any) -> Any:
+    """Return the sum of a product's two parts, of the nearest halves and of the rest; of an
+    infinite one the rest is infinite as well."""
+    return nearest if magnitude_of(nearest) == f32(_INFINITY) else nearest + rest
 
 
 def power_below(magnitude: Any) -> Any:

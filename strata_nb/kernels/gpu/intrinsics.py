@@ -392,13 +392,6 @@ class ConstantTable(Intrinsic):
         return builder.load(place, align=4)
 
 
-def _nvidia_early(builder: Any, arguments: list[Any]) -> Any:
-    ir = _ir()
-    word = ir.IntType(64)
-    code = ir.InlineAsm(ir.FunctionType(word, [word]), "mov.b64 $0, $1;", "=l,l", True)
-    return builder.call(code, arguments)
-
-
 # -- launches that overlap -------------------------------------------------------------------------
 #
 # A card may start a kernel while the one before it still runs. Every kernel waits here for all that
@@ -420,9 +413,21 @@ hold = Intrinsic(
     amdgpu=_nothing,
 )
 
+
+def _nvidia_early(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    word = ir.IntType(64)
+    code = ir.InlineAsm(ir.FunctionType(word, [word]), "mov.b64 $0, $1;", "=l,l", True)
+    return builder.call(code, arguments)
+
+
+def _same(_: Any, arguments: list[Any]) -> Any:
+    return arguments[0]
+
+
 # The same number, computed where this stands: a compiler moves it to where it is used otherwise,
 # behind a wait in which there is time for it.
-early = Intrinsic("early", "i64(i64)", ptx=_nvidia_early, amdgpu=lambda _, arguments: arguments[0])
+early = Intrinsic("early", "i64(i64)", ptx=_nvidia_early, amdgpu=_same)
 
 # Loads in front of it stay there: without it a compiler that saves registers asks for some of them
 # when others have come. All lanes of a warp meet.
@@ -486,10 +491,6 @@ nanoseconds = Intrinsic(
     ptx=("mov.u64 $0, %globaltimer;", "=l,~{memory}"),
     amdgpu=_amd_nanoseconds,
 )
-
-
-def _same(_: Any, arguments: list[Any]) -> Any:
-    return arguments[0]
 
 
 # A value that is computed here once: compilers compute what is cheap again where a loop uses it.

@@ -66,13 +66,16 @@ from strata_nb.kernels.pool_state import (
     WAITED_NS,
 )
 
+POST_NS = 20_000  # that others let pass at most before they read over the link
+
 
 class PoolPlaces(NamedTuple):
     """Say where a card finds what it shares with the CPU.
 
     box     the mailbox, in memory of the host
     state   words of `pool_state.py`, in the card's own
-    idle    there too: as many bytes as eight rows of any down have
+    idle    there too: as many bytes as eight rows of any down have, which are read in place of an
+            expert that the CPU computes
     """
 
     box: int
@@ -92,9 +95,6 @@ def _number_of(blobs: int, count: Any, mask: Any, least: Any) -> Any:
         found += 1 if load_i64(blobs + 8 * k) & mask >= least else 0
         k += 1
     return found
-
-
-POST_NS = 20_000  # that others let pass before they read over the link
 
 
 def _first_by_cpu(blobs: int, count: Any) -> Any:
@@ -275,8 +275,11 @@ def answer_taker(width: int, threads: int, place: int) -> Function:
 @cache
 def pool_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) -> GpuKernel:
     """Return `pool_down` of `routed.py` without its end: `expert_down` of packed weights, which
-    passes over the experts that the CPU computes. Who takes it in adds the answer: the norm behind
-    it (`last_norm.py`), or `pool_answers.py`."""
+    passes over the experts that the CPU computes.
+
+    Whoever makes it a launch adds the answer: `last_norm.py`, where a norm follows, or
+    `pool_answers.py`.
+    """
     kernel = passing_down_kernel(kind, values, outputs, top_k)
     product = kernel.function
 

@@ -257,11 +257,8 @@ def _down(state: int, thread: int, threads: int) -> None:
     layer, count = word(state, at.JOB_LAYER), word(state, at.JOB_COUNT)
     down, offset = word(layer, at.DOWN), word(layer, at.DOWN_OFFSET)
     inner, sub_blocks = word(state, at.INNER), word(layer, at.OUTPUTS) // SUB_BLOCK
-    products, answer, width = (
-        word(state, at.PRODUCTS),
-        word(state, at.ANSWER),
-        word(state, at.WIDTH),
-    )
+    products, answer = word(state, at.PRODUCTS), word(state, at.ANSWER)
+    width = word(state, at.WIDTH)
     first, last = share(width, FLOATS_LANES, thread, threads)
     if first >= last:
         return

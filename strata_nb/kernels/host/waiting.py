@@ -15,8 +15,6 @@ from numba.core import types
 from strata_nb.compiling import inlined, instruction
 from strata_nb.raw_memory import load_i64, store
 
-SEMAPHORE_BYTES = 32  # on Linux
-
 _POINTER = ir.IntType(8).as_pointer()
 _NUMBER = ir.IntType(32)
 _CLOCK_MONOTONIC = 1  # Linux
