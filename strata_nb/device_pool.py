@@ -10,8 +10,9 @@ same memory, so while they run it follows what is measured: how long the card ne
 the layers with posts, and how long the pool for its own. It leans to the link: who crosses that may
 stay on the card. `--pcie-frac F` fixes it.
 
-A card that waits too long for an answer gives up, once, and says so with the window. That request
-fails; from then on all missed experts go over the link.
+A card that waits too long for an answer gives up, once, and says so with the window, whose rows are
+then read again: a process that was stopped for a while (Ctrl-Z) goes on with its text. From then on
+all missed experts go over the link.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ LEAST_POSTS = 64  # of these windows; fewer say little
 # Windows with few posts, after which the share is again what it began with: a share so small that
 # the CPU gets nothing, because other programs kept it busy for a while, would stay for good.
 FORGETS = 256
+
+
+class NoAnswer(StrataError):
+    """Say that the results of a window are wrong, because the CPU did not answer: no other one's
+    will be."""
 
 
 class Served(NamedTuple):
@@ -95,7 +101,7 @@ class DevicePool:
 
         words   int64 (WORDS,), of `pool_state`
 
-        StrataError where the window waited in vain: its results are wrong.
+        NoAnswer, once, where the window waited in vain: its results are wrong.
         """
         if not self._is_on:
             return
@@ -122,13 +128,13 @@ class DevicePool:
         if error == pool_state.LATE:
             why = f"no answer within {pool_state.DEADLINE_NS * 1e-9:.0f} s"
         else:
-            why = "it was told to wait no longer"
+            why = "no answer, and told it to wait no longer"
         found = self._pool.failure
         why = f"{why}: {found}" if found else why
-        self._say("the CPU computes no more experts: all that are missed go over the link")
-        raise StrataError(
+        self._say(f"the card computes all experts from now on: the CPU gave {why}")
+        raise NoAnswer(
             f"the card waited for experts that the CPU computes, and there was {why}",
-            hint="ask again: from now on the card computes all of them (--no-cpu-pool: always)",
+            hint="read the rows again: from now on the card computes all of them",
         )
 
     def _follow(self) -> None:

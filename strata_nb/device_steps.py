@@ -34,7 +34,7 @@ from strata_nb.cache.residency import LATEST_ROWS, Residency
 from strata_nb.cache.routing import RoutingTrace
 from strata_nb.device_filling import DeviceFilling, Sent
 from strata_nb.device_heads import Heads
-from strata_nb.device_pool import DevicePool
+from strata_nb.device_pool import DevicePool, NoAnswer
 from strata_nb.device_readers import Reader
 from strata_nb.device_streaming import ExpertStreaming
 from strata_nb.device_windows import Counts, Fetched, Landed, Window, Windows
@@ -136,9 +136,20 @@ class DeviceSteps:
         self._pool = pool
 
     def step(self, rows: Sequence[Row]) -> Floats:
-        return self._whole_step(rows, Heads.logits)
+        try:
+            return self._whole_step(rows, Heads.logits)
+        except NoAnswer:  # all is as before the step, and nobody is asked again
+            return self._whole_step(rows, Heads.logits)
 
     def choose(
+        self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice]
+    ) -> list[int]:
+        try:
+            return self._choose(rows, how, ahead)
+        except NoAnswer:  # as in `step`
+            return self._choose(rows, how, ahead)
+
+    def _choose(
         self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice]
     ) -> list[int]:
         before = {row.sequence: self._kv.length(row.sequence) for row in rows}

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from filling_backend import FillingBackend, Layer
-from test_launch_ahead import begun, engine_of, model_of, write
+from test_launch_ahead import PROMPT, begun, engine_of, model_of, write
 
 from strata_nb import Engine, Options, Sampling, device_pool
 from strata_nb.addresses import memory_view
 from strata_nb.cache.filling import cpu_count, missed_in_order
 from strata_nb.device_pool import LEANS, LEAST_POSTS, WINDOWS, DevicePool, why_no_pool
-from strata_nb.errors import StrataError
 from strata_nb.fill_plans import SHARE_UNITS, plan_type
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels import mailbox
@@ -161,24 +160,41 @@ def test_threads_rest_when_the_window_in_flight_is_dropped_or_broken_off(
         assert not pools[0].is_awake
 
 
-def test_a_window_that_waited_in_vain_is_an_error_and_the_next_request_works(small: Path) -> None:
+def test_a_window_that_waited_in_vain_is_read_again_without_the_cpu(small: Path) -> None:
     said: list[str] = []
     with pooling(small) as engine:
         engine.say = said.append
-        session = begun(engine)
+        expected = write(begun(engine), 30)
+        session, before = begun(engine), engine.describe().cpu_experts
         device_of(engine).is_late = True
         pools[0].failure = "thread 1 of the CPU pool ended"
-        with pytest.raises(StrataError, match=r"no answer within 2 s: thread 1 .* ended") as error:
-            write(session, 30)
-        assert "--no-cpu-pool" in str(error.value.hint)
-        assert said == ["the CPU computes no more experts: all that are missed go over the link"]
-        before = engine.describe().cpu_experts
-        assert len(write(begun(engine), 10)) == 10
-        assert engine.describe().cpu_experts == before
+        assert write(session, 30) == expected
+        assert said == [
+            "the card computes all experts from now on: the CPU gave no answer within 2 s: thread "
+            "1 of the CPU pool ended"
+        ]
+        stopped = engine.describe().cpu_experts
+        assert before < stopped
+        assert write(begun(engine), 10) == expected[:10]
+        assert engine.describe().cpu_experts == stopped
         pool = model_of(engine)._pool
         assert pool is not None
         assert pool.share == 0  # else who goes to the CPU would be computed by nobody
         assert not pools[0].is_awake
+
+
+def test_logits_that_waited_in_vain_are_computed_again(small: Path) -> None:
+    with pooling(small) as engine:
+        wanted = begun(engine).next_logits().copy()
+        device_of(engine).is_late = True
+        session = engine.open_session()
+        session.extend(PROMPT[:1])
+        for token in PROMPT[1:]:
+            session.append(token)
+            found = session.next_logits()
+        assert pools[0].experts > 0
+        assert device_of(engine).state[ERROR // 8] == LATE
+        assert np.array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("pcie_frac", [0.25, "auto"])
