@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-
 from card_graphs import REPLAYS
 
 from strata_nb.card_backend import CardBackend
