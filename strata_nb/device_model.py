@@ -178,7 +178,7 @@ class DeviceModel:
             )
             plan = plan_device(driver, device, needs)
         self.warnings += device_needs.reach_warnings(plan)
-        misses = backend.pools and plan.most_slots < model.layers * model.experts
+        misses = backend.pools and plan.start_slots < model.layers * model.experts
         pool: PoolPlaces | None = None
         if misses and sizes.experts is not None:
             reason = why_no_pool(options, sizes.experts.parts)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from strata_nb.backend import Backend
 from strata_nb.compiling import Compiled
 from strata_nb.cpu_pool import CpuPool, PoolLayer, pool_threads
-from strata_nb.errors import StrataError
+from strata_nb.errors import DeviceLost, StrataError
 from strata_nb.fill_plans import SHARE_UNITS
 from strata_nb.formats import row_bytes
 from strata_nb.kernels import pool_state
@@ -47,6 +47,9 @@ FOLLOWS = 0.25  # of the way to what would have been right for those
 # with 10 to 50% of the experts in slots, tokens took 1 to 3% less with it than without.
 LEANS = 0.9
 LEAST_POSTS = 64  # of these windows; fewer say little
+# Windows with few posts, after which the share is again what it began with: a share so small that
+# the CPU gets nothing, because other programs kept it busy for a while, would stay for good.
+FORGETS = 256
 
 
 class Served(NamedTuple):
@@ -71,7 +74,7 @@ class DevicePool:
         """`share` is 0 to 1; `follows`: it changes with what is measured."""
         self.share = _in_units(share)
         self._pool, self._say, self._follows = pool, say, follows
-        self._exact = share
+        self._exact = self._first = share
         self._is_on = True
         self._windows = 0  # since the share was looked at
         self._seen = np.zeros(pool_state.WORDS, np.int64)
@@ -131,10 +134,15 @@ class DevicePool:
     def _follow(self) -> None:
         """Move the share towards what would have had both end at the same time."""
         new, busy_s = self._latest - self._seen, self._pool.busy_s - self._seen_busy_s
-        if new[pool_state.POSTS // 8] < LEAST_POSTS:
+        is_little = new[pool_state.POSTS // 8] < LEAST_POSTS
+        if is_little and self._windows < FORGETS:
             return
         self._windows, self._seen = 0, self._latest
         self._seen_busy_s += busy_s
+        if is_little:
+            self._exact = max(self._exact, self._first)
+            self.share = _in_units(self._exact)
+            return
         alone_s = int(new[pool_state.ALONE_NS // 8]) * 1e-9
         by_link, by_cpu = (
             int(new[place // 8]) for place in (pool_state.BESIDE, pool_state.CHOICES)
@@ -201,12 +209,29 @@ def open_device_pool(
     threads, follows = pool_threads(options.threads), options.pcie_frac == "auto"
     if follows:
         # Half of what a row uses: more is rarely posted at once.
-        cpu = pool_rate(layers, threads, max(1, top_k // 2))
-        link = link_rate(backend.driver, backend.device).bytes_per_s
-        share = LEANS * cpu / (cpu + link)
+        share = _first_share(backend, layers, threads, max(1, top_k // 2), say)
     else:
         share = 1 - float(options.pcie_frac)
     return DevicePool(CpuPool(places.box, layers, threads), share, say, follows=follows)
+
+
+def _first_share(
+    backend: Backend[Any],
+    layers: Sequence[PoolLayer],
+    threads: int,
+    choices: int,
+    say: Callable[[str], None],
+) -> float:
+    """Return the share by what link and CPU do alone; a half where no memory is left to copy to."""
+    try:
+        link = link_rate(backend.driver, backend.device).bytes_per_s
+    except DeviceLost:
+        raise
+    except StrataError as error:
+        say(f"the CPU begins with half of the missed experts: {error.message}")
+        return 0.5
+    cpu = pool_rate(layers, threads, choices)
+    return LEANS * cpu / (cpu + link)
 
 
 def _in_units(share: float) -> int:

@@ -33,7 +33,7 @@ class NumpyBackend:
     device, has_slots, threads = 0, False, 1
     of_host, most_rows, outside_bytes, reserve_bytes = True, None, 0, 0
     batches_apart, gathers_rows = False, True
-    chooses_tokens = fills = attends_in_runs = False
+    chooses_tokens = fills = pools = attends_in_runs = False
     warnings: Sequence[str] = ()
 
     def __init__(self, device: str = "host") -> None:

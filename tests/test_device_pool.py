@@ -181,6 +181,22 @@ def test_a_window_that_waited_in_vain_is_an_error_and_the_next_request_works(sma
         assert not pools[0].is_awake
 
 
+@pytest.mark.parametrize("pcie_frac", [0.25, "auto"])
+def test_a_device_that_experts_fill_without_holding_all_has_a_pool(
+    small: Path, pcie_frac: float | str
+) -> None:
+    options = {"expert_cache": "auto", "pcie_frac": pcie_frac}
+    with pooling(small, device="host:1x5MiB@64KiB", **options) as engine:
+        model = model_of(engine)
+        assert 0 < model.arena.usable_slots < model.ledger.plan.most_slots == 48
+        (pool,) = pools
+        write(begun(engine), 20)
+        assert pool.experts > 0
+        # There is no room to measure the link with.
+        assert model._pool is not None
+        assert model._pool.share == SHARE_UNITS * (0.75 if pcie_frac == 0.25 else 0.5)
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -249,3 +265,22 @@ def test_the_share_follows_what_card_and_pool_needed() -> None:
     for _ in range(2 * WINDOWS):
         fixed.landed(state)
     assert fixed.share == SHARE_UNITS // 4
+
+
+def test_a_share_that_became_too_small_for_posts_is_tried_again() -> None:
+    made, layers, missed = FakePool(), 24, 4
+    pool = DevicePool(made, 0.4, lambda _: None, follows=True)  # type: ignore[arg-type]
+    state, found = np.zeros(WORDS, np.int64), []
+    for window in range(1200):
+        count = cpu_count(pool.share, missed)
+        if count:
+            state[[POSTS // 8, CHOICES // 8, BESIDE // 8]] += layers * np.array(
+                [1, count, missed - count]
+            )
+            state[ALONE_NS // 8] += layers * (missed - count) * 1000
+            is_busy = window < 200  # with other programs
+            made.busy_s += layers * count * (100e-6 if is_busy else 1e-6)
+        pool.landed(state)
+        found.append(count)
+    assert found[199] == 0
+    assert found[-1] > 0

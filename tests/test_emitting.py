@@ -41,7 +41,7 @@ class RecordingBackend:
 
     name, device, has_slots, threads = "recording", 0, False, 1
     of_host, most_rows, outside_bytes, reserve_bytes = True, None, 0, 0
-    batches_apart, gathers_rows = False, True
+    batches_apart, gathers_rows, pools = False, True, False
     warnings: Sequence[str] = ()
 
     def __init__(self, *, chooses_tokens: bool = True, attends_in_runs: bool = True) -> None:

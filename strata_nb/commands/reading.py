@@ -38,11 +38,12 @@ class Reading:
 
 
 def _from_host_memory(before: Report, after: Report, seconds: float) -> str:
-    """Return what experts cost meanwhile, nothing where every choice found a slot."""
+    """Return what experts cost meanwhile, nothing where every choice found a slot or the device is
+    the host."""
     hits, misses = after.hits - before.hits, after.misses - before.misses
-    if not after.slots or not misses:
-        return ""
     size_bytes = after.link_bytes - before.link_bytes
+    if not misses or not size_bytes:
+        return ""
     streamed = after.streamed - before.streamed
     how = f", {streamed:,} experts streamed" if streamed else ""
     return (
