@@ -14,7 +14,7 @@ from strata_nb.device_model import DeviceModel
 from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.reference import Floats, rms_norm
 from strata_nb.models import llama, olmoe, qwen2moe, qwen3moe
-from strata_nb.steps import Row
+from strata_nb.steps import WINDOW_ROWS, Row
 
 ROWS = 96
 CLOSE = 1e-3  # router logits that are nearer to each other may change places
@@ -52,6 +52,11 @@ class Judged:
             judge.forward(self.ids, judge.new_state(ROWS), "last")
 
 
+def rows_at_once(model: DeviceModel) -> int:
+    """Return for how many rows the programs are that windows have."""
+    return WINDOW_ROWS if model._backend.batches_apart else model.max_rows
+
+
 def chosen_by_the_device(model: DeviceModel, layer: int, hidden: Floats) -> np.ndarray:
     """Run a layer from its second norm to its experts, over the rows given: (rows, top_k)."""
     backend, programs, body = model._backend, model._programs, model._programs.body
@@ -61,7 +66,7 @@ def chosen_by_the_device(model: DeviceModel, layer: int, hidden: Floats) -> np.n
     (part,) = backend.prepare([body[first:last]])
     x = body[0].arguments[4]  # of embed
     found = np.empty((len(hidden), model.description.top_k), np.int64)
-    at_once = model.max_rows
+    at_once = rows_at_once(model)
     for start in range(0, len(hidden), at_once):
         rows = hidden[start : start + at_once]
         backend.send(x, np.ascontiguousarray(rows))
@@ -83,10 +88,11 @@ def test_a_device_chooses_the_judges_experts_where_logits_are_not_close(
     with Engine.open(Options(path, device, ctx_size=ROWS)) as engine:
         model = engine._on_device
         assert model is not None
-        assert ROWS % model.max_rows == 0
+        at_once = rows_at_once(model)
+        assert ROWS % at_once == 0
         sequence = model.open_sequence()
         # Writes the record that the layers below read: as many rows as go at once.
-        model.step([Row(sequence, token, False) for token in judged.ids[: model.max_rows]])
+        model.step([Row(sequence, token, False) for token in judged.ids[:at_once]])
         top_k = model.description.top_k
         for layer, (hidden, router) in enumerate(zip(judged.hidden, judged.router, strict=True)):
             ours = chosen_by_the_device(model, layer, hidden)

@@ -55,8 +55,15 @@ def quantise_sub_block(x: Any, lane: Any, target_row: Any, sub_blocks: Any, numb
     sub_blocks   how many it has
     """
     bits = warp_max_i32(i32(bits_of_f32(x) & _MAGNITUDE))
-    scale, factor = _scale_of(bits)
-    quant = i32(0) if factor == f32(0.0) else nearest_i32(x * factor)
+    # As `_scale_of` has it; written out, norms of wide rows fit their registers on old cards.
+    magnitude = f32_of_bits(bits)
+    scale = f32(0.0)
+    quant = i32(0)
+    if bits >= _INFINITY:
+        scale = f32_of_bits(_NAN)
+    elif magnitude >= f32(SMALLEST):
+        scale = magnitude / f32(127.0)
+        quant = nearest_i32(x * (f32(127.0) / magnitude))
     half = i32(quant + shuffle_xor_i32(quant, 8))
     half = i32(half + shuffle_xor_i32(half, 4))
     half = i32(half + shuffle_xor_i32(half, 2))

@@ -161,7 +161,7 @@ _GATE_UP_THREADS = WARP * _GROUPS * PARTS
 _PART_BITS = (WARP * _GROUPS).bit_length() - 1  # of the number of a thread, below its part
 _SUMS_BYTES = 4 * SUB_BLOCK
 # What these decode does not fit 64 registers.
-_WIDE = {TensorType.Q3_K, TensorType.IQ2_S, TensorType.IQ1_M}
+_WIDE = {TensorType.Q3_K, TensorType.IQ2_XS, TensorType.IQ2_S, TensorType.IQ1_M}
 # Nor does a tile of gate and one of up, read together, of these.
 _LARGE = {TensorType.Q6_K, TensorType.Q8_0}
 
