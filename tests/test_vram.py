@@ -273,6 +273,20 @@ def test_a_socket_of_a_dead_process_is_replaced_and_nothing_else(tmp_path: Path)
         ControlSocket(str(tmp_path / "none" / "x"))
 
 
+def test_a_socket_listens_before_it_is_at_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def connected_first(place: str, path: str) -> None:
+        client(place).close()
+        link(place, path)
+
+    monkeypatch.setattr(os, "link", connected_first)
+    with closing(ControlSocket(str(tmp_path / "control"))):
+        assert [one.name for one in tmp_path.iterdir()] == ["control"]
+
+
 def test_a_socket_whose_owner_is_busy_is_not_waited_for(tmp_path: Path) -> None:
     path = str(tmp_path / "control")
     with socket.socket(socket.AF_UNIX) as busy, ExitStack() as waiting:

@@ -67,9 +67,7 @@ class ControlSocket:
         try:
             os.fchmod(self._listener.fileno(), 0o600)  # before bind: nobody gets in between
             _remove_stale(self._path)
-            self._listener.bind(path)
-            self._made = os.stat(path)
-            self._listener.listen(MAX_CONNECTIONS)
+            self._made = _listen_at(self._listener, path)
         except (OSError, ValueError) as error:
             self._listener.close()
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -185,6 +183,20 @@ def _send(connection: socket.socket, text: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _listen_at(listener: socket.socket, path: str) -> os.stat_result:
+    """Let a socket listen, and only then be at a path: who finds it there is never refused."""
+    place = f"{path}.{os.getpid():x}"
+    listener.bind(place)
+    try:
+        listener.listen(MAX_CONNECTIONS)
+        os.link(place, path)
+        return os.stat(path)
+    except FileExistsError as error:
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from error
+    finally:
+        os.unlink(place)
 
 
 def _remove_stale(path: Path) -> None:
