@@ -339,7 +339,7 @@ def main() -> None:
     print(f"tokens: {'same' if bench.same_tokens else 'DIFFER'}; took {figures['took_s']:.0f} s")
     if resident_s is not None:
         missed_s = bench.token_bytes / link_bytes_per_s
-        drawn = picture(rows, resident_s, missed_s, Path(arguments["MODEL"]).name)
+        drawn = picture(rows, resident_s, [missed_s], Path(arguments["MODEL"]).name)
         Path(arguments["--picture"]).write_text(drawn, encoding="utf-8")
     store(
         "card_misses",

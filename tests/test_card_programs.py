@@ -22,6 +22,7 @@ import card_misses
 import card_prompts
 import card_tokens
 import card_windows
+import misses_picture
 import numpy as np
 import pytest
 from card_world import Simulated, failing_card
@@ -412,3 +413,27 @@ def test_what_cannot_be_measured_is_said_before_a_model_is_opened(
 def test_a_device_without_graphs_is_refused(run: Programs, tiny: str, program: Any) -> None:
     with pytest.raises(UnsupportedDevice, match="no graphs"):
         run(program, tiny, "--device=host:1x64MiB")
+
+
+def test_a_picture_is_drawn_anew_with_a_line_for_link_and_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"routes": "uniform", "percent": 0, "adapt": "off", "phase": "hits", "hit_rate": 0.5}
+    stored = {
+        "model": "big.gguf",
+        "resident_us": 1000.0,
+        "experts_bytes_per_token": 200_000_000,
+        "link_gb_per_s": 50.0,
+        "rows": [{**row, "tok_per_s": {"median": 400.0}}],
+    }
+    result, drawn = tmp_path / "misses.json", tmp_path / "misses.svg"
+    result.write_text(json.dumps(stored))
+    for words, lines, said in (
+        ([], 1, "120% of what the link allows"),
+        (["--together=100"], 2, "120% of what the link allows, 80% of link and CPU together"),
+    ):
+        argv = ["misses_picture.py", str(result), *words, "-o", str(drawn)]
+        monkeypatch.setattr(sys, "argv", argv)
+        misses_picture.main()
+        assert drawn.read_text().count("<polyline") == lines
+        assert capsys.readouterr().out.strip().endswith(said)
