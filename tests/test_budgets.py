@@ -27,7 +27,8 @@ from strata_nb.addresses import memory_view
 from strata_nb.cache.experts import Tier
 from strata_nb.cache.profile import load_profile
 from strata_nb.cache.replay import replay
-from strata_nb.device_model import DeviceModel, policy_maker
+from strata_nb.device_model import DeviceModel
+from strata_nb.device_opening import policy_maker
 from strata_nb.errors import ConfigError, FileFormatError, StrataError
 from strata_nb.kernels.reference import Floats
 
