@@ -35,8 +35,9 @@ from strata_nb.models.description import Description
 from strata_nb.options import Options
 from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress
+from strata_nb.reports import DeviceReport, Report
 from strata_nb.sampling import Choice
-from strata_nb.steps import DeviceReport, ModelReport, Row, closed_error
+from strata_nb.steps import Row, closed_error
 from strata_nb.tracing import Announce
 
 if TYPE_CHECKING:
@@ -209,14 +210,14 @@ class DeviceModel:
 
     # The rest.
 
-    def report(self) -> ModelReport:
+    def report(self) -> Report:
         with self._turn:
             self._pause()
             if self._elastic is not None:
                 self._elastic.flush()  # what is said and what is reported shall agree
             return self._report()
 
-    def _report(self) -> ModelReport:
+    def _report(self) -> Report:
         ledger = self.ledger.describe()
         owners = ledger.bytes_by_owner
         memory: Memory | None = None
@@ -238,19 +239,21 @@ class DeviceModel:
         moved = self._residency
         missed_bytes = moved.missed_bytes if self._backend.has_slots else 0
         served = self._served()
-        return ModelReport(
-            (device,),
-            hits,
-            misses,
-            moved.inserted,
-            moved.inserted_bytes,
-            missed_bytes,
-            max(0, missed_bytes - served.bytes) + moved.copied_bytes,
-            self.arena.filled,
-            *self._steps.streamed,
-            served.experts,
-            served.bytes,
-            served.waited_s,
+        streamed, streamed_bytes = self._steps.streamed
+        return Report(
+            devices=(device,),
+            hits=hits,
+            misses=misses,
+            inserted=moved.inserted,
+            inserted_bytes=moved.inserted_bytes,
+            missed_bytes=missed_bytes,
+            link_bytes=max(0, missed_bytes - served.bytes) + moved.copied_bytes,
+            filled=self.arena.filled,
+            streamed=streamed,
+            streamed_bytes=streamed_bytes,
+            cpu_experts=served.experts,
+            cpu_bytes=served.bytes,
+            cpu_wait_s=served.waited_s,
         )
 
     def _served(self) -> Served:
