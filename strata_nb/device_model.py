@@ -309,8 +309,8 @@ class DeviceModel:
         if pool is not None and sizes.experts is not None:
             sizes_of = (model.width, model.expert_width)
             layers = pool_layers(sizes.experts.parts, *sizes_of, self.arena.homes)
+            undo.callback(self._close_pool)
             self._pool = open_device_pool(backend, pool, layers, options, model.top_k, say)
-            undo.callback(self._pool.close)
             self._steps.use_pool(self._pool)
         if backend.has_slots:
             self.warnings += device_room.keep_free(self.ledger, say)
@@ -618,6 +618,10 @@ class DeviceModel:
             served.waited_s,
         )
 
+    def _close_pool(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
     def _served(self) -> Served:
         """Return what the CPU has computed of what was missed."""
         return self._pool.served() if self._pool is not None else Served(0, 0, 0.0)
@@ -675,14 +679,16 @@ class DeviceModel:
     def close(self) -> None:
         if os.getpid() != self._process:
             return  # a fork owns none of it
-        with self._turn:
+        # To the end, whatever fails or interrupts it: the backend frees next what threads of the
+        # CPU pool would go on reading.
+        with self._turn, interrupts_later():
             resources, self._resources = self._resources, None
-            if resources is not None:
+            if resources is None:
+                return
+            with suppress(DeviceLost), resources:  # nothing of it is left, and who lost it was told
                 if self._elastic is not None:
                     self._elastic.flush()
                 self._steps.end()
-                with suppress(DeviceLost):  # nothing of it is left, and who lost it was told
-                    resources.close()
 
     def _opened(self) -> None:
         if self._resources is None:

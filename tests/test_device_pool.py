@@ -16,6 +16,7 @@ from strata_nb import Engine, Options, Sampling, device_pool
 from strata_nb.addresses import memory_view
 from strata_nb.cache.filling import cpu_count, missed_in_order
 from strata_nb.device_pool import LEANS, LEAST_POSTS, WINDOWS, DevicePool, why_no_pool
+from strata_nb.device_steps import DeviceSteps
 from strata_nb.fill_plans import SHARE_UNITS, plan_type
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels import mailbox
@@ -181,6 +182,32 @@ def test_a_window_that_waited_in_vain_is_read_again_without_the_cpu(small: Path)
         assert pool is not None
         assert pool.share == 0  # else who goes to the CPU would be computed by nobody
         assert not pools[0].is_awake
+
+
+def test_an_engine_that_is_interrupted_while_it_opens_ends_its_threads(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    is_closed: list[bool] = []
+    close = PoolingBackend.close
+
+    def closed(self: PoolingBackend) -> None:
+        is_closed.append(pools[0].is_closed)  # else they would read what is freed here
+        close(self)
+
+    monkeypatch.setattr(PoolingBackend, "close", closed)
+    for owner, place in ((DeviceSteps, "use_pool"), (Engine, "off")):
+        pools.clear()
+        with monkeypatch.context() as patch:
+            if owner is DeviceSteps:
+                patch.setattr(owner, place, interrupted)
+            else:  # set when the model is there
+                patch.setattr(owner, place, property(None, interrupted), raising=False)
+            with pytest.raises(KeyboardInterrupt), pooling(small):
+                pass
+    assert is_closed == [True, True]
 
 
 def test_logits_that_waited_in_vain_are_computed_again(small: Path) -> None:
