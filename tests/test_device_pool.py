@@ -17,6 +17,7 @@ from strata_nb.addresses import memory_view
 from strata_nb.cache.filling import cpu_count, missed_in_order
 from strata_nb.device_pool import LEANS, LEAST_POSTS, WINDOWS, DevicePool, why_no_pool
 from strata_nb.device_steps import DeviceSteps
+from strata_nb.errors import DriverError
 from strata_nb.fill_plans import SHARE_UNITS, plan_type
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels import mailbox
@@ -130,8 +131,9 @@ def test_threads_are_awake_while_windows_are_in_flight_and_what_they_did_is_coun
 ) -> None:
     with pooling(small) as engine:
         assert len(write(begun(engine), 30)) == 30
-        report, (pool,) = engine.describe(), pools
+        (pool,) = pools
         assert not pool.is_awake
+        report = engine.describe()
         assert report.cpu_experts == pool.experts > 0
         assert report.cpu_bytes == 100 * pool.experts
         assert report.misses > report.cpu_experts
@@ -158,6 +160,23 @@ def test_threads_rest_when_the_window_in_flight_is_dropped_or_broken_off(
         monkeypatch.setattr(model._steps.windows, "land", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(tokens)
+        assert not pools[0].is_awake
+
+
+def test_threads_rest_when_what_was_in_flight_cannot_be_waited_for(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        device._queue.clear()
+        raise DriverError("wait", 1, "no")
+
+    with pooling(small) as engine:
+        session, device = begun(engine), device_of(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(model_of(engine)._steps.windows, "land", lost)
+            patch.setattr(device, "wait", lost)
+            with pytest.raises(DriverError):
+                write(session, 3)
         assert not pools[0].is_awake
 
 
@@ -213,6 +232,7 @@ def test_an_engine_that_is_interrupted_while_it_opens_ends_its_threads(
 def test_logits_that_waited_in_vain_are_computed_again(small: Path) -> None:
     with pooling(small) as engine:
         wanted = begun(engine).next_logits().copy()
+        assert not pools[0].is_awake
         device_of(engine).is_late = True
         session = engine.open_session()
         session.extend(PROMPT[:1])
@@ -222,6 +242,9 @@ def test_logits_that_waited_in_vain_are_computed_again(small: Path) -> None:
         assert pools[0].experts > 0
         assert device_of(engine).state[ERROR // 8] == LATE
         assert np.array_equal(found, wanted)
+        pool = model_of(engine)._pool
+        assert pool is not None
+        assert pool.share == 0
 
 
 @pytest.mark.parametrize("pcie_frac", [0.25, "auto"])

@@ -284,6 +284,24 @@ def test_routes_are_those_of_the_tokens_that_were_read(small: Path, tmp_path: Pa
         assert device_of(engine).most_in_flight == 2
 
 
+def test_routes_of_a_window_that_is_repeated_are_kept_once(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "routes.npy"
+    with engine_of(small, routing_trace=path, **HALF) as engine:
+        session, model = begun(engine), model_of(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(model._elastic, "when_idle", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                write(session, 3)
+        write(session, 3)
+        engine.save_routing_trace(path)
+        assert model.length(session._sequence) == len(np.load(path))
+
+
 @pytest.mark.parametrize("count", [2, 8])
 def test_windows_of_several_rows_go_ahead_together(small: Path, count: int) -> None:
     def texts(model: DeviceModel, ahead: bool) -> list[list[int]]:
