@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from filling_backend import FillingBackend, Layer
 from test_launch_ahead import PROMPT, begun, engine_of, model_of, write
+from test_launch_ahead_interrupts import check_any_line
 
 from strata_nb import Engine, Options, Sampling, device_pool
 from strata_nb.addresses import memory_view
@@ -160,6 +161,13 @@ def test_threads_rest_when_the_window_in_flight_is_dropped_or_broken_off(
         monkeypatch.setattr(model._steps.windows, "land", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(tokens)
+        assert not pools[0].is_awake
+
+
+def test_after_ctrl_c_at_any_line_threads_rest_and_answers_go_on(small: Path) -> None:
+    with pooling(small) as engine:
+        check_any_line(engine, 13)  # the device says whether they were awake when it wanted them
+        assert pools[0].experts > 0
         assert not pools[0].is_awake
 
 

@@ -21,6 +21,7 @@ from strata_nb import (
     Sampling,
     device_filling,
     device_model,
+    device_pool,
     device_steps,
     device_windows,
     session,
@@ -30,7 +31,14 @@ from strata_nb.session import Generation, Session
 
 WATCHED = {
     module.__file__
-    for module in (device_filling, device_model, device_steps, device_windows, session)
+    for module in (
+        device_filling,
+        device_model,
+        device_pool,
+        device_steps,
+        device_windows,
+        session,
+    )
 }
 SAMPLING = Sampling(seed=3, temperature=1.0)
 TOKENS = 12
@@ -98,6 +106,23 @@ def interrupted(engine: Engine, at: int, expected: list[int]) -> bool:
     return was_interrupted
 
 
+def check_any_line(engine: Engine, every: int) -> None:
+    """Interrupt generations at every so many lines of the steps behind their first tokens."""
+    expected = [token.id for token in writing(begun(engine), TOKENS)]
+    one, lines = begun(engine), Lines(None)
+    generation = writing(one, TOKENS)
+    for _ in range(4):
+        next(generation)
+    with traced(lines):
+        for _ in range(3):
+            next(generation)
+    assert device_of(engine).most_in_flight == 2
+    assert lines.seen > 150
+    one.close()
+    came = [interrupted(engine, at, expected) for at in range(1, lines.seen, every)]
+    assert came.count(True) > len(came) * 0.8
+
+
 FILLS = {**HALF, "opens": FillingBackend}
 
 
@@ -111,16 +136,4 @@ def test_after_ctrl_c_at_any_line_the_answer_goes_on_or_says_why_not(
         if not options:
             arena = model_of(engine).arena
             arena.fill(np.ndindex(arena.use.shape))  # type: ignore[arg-type]
-        expected = [token.id for token in writing(begun(engine), TOKENS)]
-        one, lines = begun(engine), Lines(None)
-        generation = writing(one, TOKENS)
-        for _ in range(4):
-            next(generation)
-        with traced(lines):
-            for _ in range(3):
-                next(generation)
-        assert device_of(engine).most_in_flight == 2
-        assert lines.seen > 150
-        one.close()
-        came = [interrupted(engine, at, expected) for at in range(1, lines.seen, 5)]
-        assert came.count(True) > len(came) * 0.8
+        check_any_line(engine, 5)
