@@ -364,9 +364,7 @@ class DeviceSteps:
 
     def _refused(self, now: Window, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
         """Read rows again whose logits gave no token: the host says why."""
-        self._backend.wait()
-        self._ahead = None
-        self._filling.find()
+        self.settle()
         for sequence in now.sequences:
             self._kv.rewind(sequence, self._kv.length(sequence))
         return self._whole_step(rows, lambda heads, wanted: heads.tokens(wanted, how))
