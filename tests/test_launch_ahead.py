@@ -176,6 +176,17 @@ def test_no_window_reads_beyond_the_context(small: Path) -> None:
     check_same(small, use, ctx_size=40)
 
 
+def test_none_begins_ahead_of_the_last_cell_whoever_asks_for_it(small: Path) -> None:
+    with engine_of(small, ctx_size=70) as engine:
+        model, how = model_of(engine), [Choice((), Sampling(seed=1), 0.5)]
+        sequence = model.open_sequence()
+        token = 1
+        for _ in range(70):
+            (token,) = model.choose([Row(sequence, token, True)], how, how)
+        assert model.length(sequence) == 70
+        assert device_of(engine).begun == 70
+
+
 def test_what_was_begun_behind_the_end_of_an_answer_leaves_nothing(small: Path) -> None:
     with engine_of(small) as engine, nothing_ahead():
         ids = write(begun(engine), 30)
