@@ -462,6 +462,17 @@ def test_who_looks_at_each_token_wastes_one_window_at_most(small: Path) -> None:
         check_same(small, use, **options)
 
 
+def test_what_a_policy_wants_behind_a_window_that_is_dropped_is_done(small: Path) -> None:
+    with engine_of(small, **HALF) as engine:
+        model = model_of(engine)
+        generation = begun(engine).generate(sampling=Sampling(seed=3), ignore_eos=True)
+        while model._steps._moves is None:
+            next(generation)
+        before = model._residency.inserted
+        engine.describe()
+        assert model._residency.inserted > before
+
+
 def test_policies_hear_of_the_tokens_that_they_were_not_asked_about(small: Path) -> None:
     """While every expert has a slot; then slots are given away, and the hot experts stay."""
     found = []
