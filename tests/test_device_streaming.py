@@ -20,7 +20,7 @@ from strata_nb import Engine, Options, Sampling
 from strata_nb.commands.reading import _from_host_memory
 from strata_nb.device_model import DeviceModel
 from strata_nb.device_streaming import ExpertStreaming, ring_bytes
-from strata_nb.errors import DriverError
+from strata_nb.errors import DeviceLost, DriverError
 from strata_nb.kernels.reference import Floats
 from strata_nb.steps import Row
 
@@ -215,7 +215,9 @@ def test_an_interrupt_while_it_is_decided_who_comes_leaves_nothing_half_decided(
         assert streaming_of(model).streamed == SHAPE.layers * SHAPE.experts
 
 
-def test_where_nothing_can_be_borrowed_a_line_says_so_once(model_file: Path, exact: Floats) -> None:
+def test_where_nothing_can_be_borrowed_a_line_says_so_once_until_it_can(
+    model_file: Path, exact: Floats
+) -> None:
     said: list[str] = []
     with streams(model_file, expert_cache="0", say=said.append) as model:
         model._backend.driver.faults.plan("create", forever=True)
@@ -227,6 +229,25 @@ def test_where_nothing_can_be_borrowed_a_line_says_so_once(model_file: Path, exa
         model._backend.driver.faults.lift()
         read_in(model, IDS, 64)
         assert streaming_of(model).streamed == missing(model)
+        read(model, model.open_sequence(), IDS[:1])  # behind which the loan is back
+        model._backend.driver.faults.plan("create", forever=True)
+        read_in(model, IDS, 64)
+        assert said == 2 * [line]
+
+
+def test_a_device_that_is_lost_while_memory_is_borrowed_is_named(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(_: int) -> tuple[int, int]:
+        raise DeviceLost("create", 1, "lost")
+
+    said: list[str] = []
+    with streams(model_file, expert_cache="0", say=said.append) as model:
+        with monkeypatch.context() as patch:
+            patch.setattr(model.ledger, "lend", lost)
+            with pytest.raises(DeviceLost):
+                read_in(model, IDS, 64)
+        assert said == []
 
 
 def test_choices_of_experts_that_came_for_a_batch_are_misses(model_file: Path) -> None:
