@@ -414,12 +414,11 @@ class DeviceModel:
         batch = None
         if self.max_rows > WINDOW_ROWS:
             if placed and experts:
-                self._batch_tables = self._share_batch_tables()
-                _, _, reads, missed = self._batch_tables
+                tables = self._batch_tables = self._share_batch_tables()
                 experts = [
                     one._replace(
-                        addresses=reads + 8 * model.experts * layer,
-                        homes=one.homes and missed + 8 * model.experts * layer,
+                        addresses=tables.reads_address + 8 * model.experts * layer,
+                        homes=one.homes and tables.missed_address + 8 * model.experts * layer,
                     )
                     for layer, one in enumerate(experts)
                 ]

@@ -94,9 +94,9 @@ class ExpertStreaming:
         self._ledger, self._arena, self._tables = ledger, arena, tables
         self._own, self._top_k, self._say = own, top_k, say
         self._failing = False  # to borrow, since it last went well; then it was said
-        # Who comes of each layer of the batch, behind the tiers and the ring that it was found for:
-        # together, so that an interrupt leaves both as they were.
-        self._found: tuple[tuple[bytes, tuple[int, int]], list[list[Coming]]] = (b"", (0, 0)), []
+        # Who comes of each layer of the batch, behind what it was found by: together, so that an
+        # interrupt leaves both as they were.
+        self._found: tuple[tuple[Any, ...], list[list[Coming]]] = (), []
         self._awaited = -1  # the last layer of the batch that copies wait for
         with ExitStack() as undo:
             driver, device = self._driver, backend.device
@@ -126,9 +126,11 @@ class ExpertStreaming:
         arena, experts = self._arena, self._arena.layout.experts
         is_worth_it = rows * self._top_k >= LEAST_CHOICES * experts and not arena.is_complete
         ring = self._ring() if is_worth_it else (0, 0)  # it may be slots, whose experts leave
-        wanted = arena.expert_tier.tobytes(), ring
-        if self._found[0] != wanted:
-            self._found = wanted, self._assign(*ring)
+        missing = np.count_nonzero(arena.expert_tier == Tier.IN_PLACE, axis=1)
+        are_few = 0 < ring[1] < self._place_bytes * missing.max(initial=0)  # the most used come
+        found_by = ring, arena.expert_tier.tobytes(), arena.use.tobytes() if are_few else b""
+        if self._found[0] != found_by:
+            self._found = found_by, self._assign(*ring)
         self._awaited = -1
         reads, of_layers = arena.expert_address.copy(), self._found[1]
         for layer, coming in enumerate(of_layers):

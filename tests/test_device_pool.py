@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,19 @@ from filling_backend import FillingBackend, Layer
 from test_launch_ahead import PROMPT, begun, engine_of, model_of, write
 from test_launch_ahead_interrupts import check_any_line
 
-from strata_nb import Engine, Options, Sampling, device_pool
+from strata_nb import Engine, Options, Sampling, device_pool, formats
 from strata_nb.addresses import memory_view
 from strata_nb.cache.filling import cpu_count, missed_in_order
-from strata_nb.device_pool import LEANS, LEAST_POSTS, WINDOWS, DevicePool, why_no_pool
+from strata_nb.device_pool import (
+    LEANS,
+    LEAST_POSTS,
+    WINDOWS,
+    DevicePool,
+    pool_places,
+    why_no_pool,
+)
 from strata_nb.device_steps import DeviceSteps
-from strata_nb.errors import DriverError
+from strata_nb.errors import DeviceLost, DriverError
 from strata_nb.fill_plans import SHARE_UNITS, plan_type
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels import mailbox
@@ -34,6 +42,7 @@ from strata_nb.kernels.pool_state import (
     WORDS,
 )
 from strata_nb.loading import ExpertPart
+from strata_nb.models.tensors import EXPERT_PARTS
 
 
 class FakePool:
@@ -271,6 +280,18 @@ def test_a_device_that_experts_fill_without_holding_all_has_a_pool(
         assert model._pool.share == SHARE_UNITS * (0.75 if pcie_frac == 0.25 else 0.5)
 
 
+def test_a_device_that_is_lost_while_its_link_is_measured_is_named(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        raise DeviceLost("copy", 1, "lost")
+
+    monkeypatch.setattr(device_pool, "link_rate", lost)
+    with pytest.raises(DeviceLost), pooling(small, pcie_frac="auto"):
+        pass
+    assert pools == []
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -303,6 +324,15 @@ def test_experts_of_floats_are_left_to_the_card() -> None:
     options = Options("model.gguf")
     for parts, reason in (([packed, packed], None), ([packed, floats], "experts of floats")):
         assert why_no_pool(options, [{"gate": one} for one in parts]) == reason
+
+
+def test_a_card_has_as_many_idle_bytes_as_eight_rows_of_any_down() -> None:
+    asked: list[tuple[int, int]] = []
+    device: Any = SimpleNamespace(open_pool=lambda *sizes: asked.append(sizes))
+    model: Any = SimpleNamespace(width=64, expert_width=512)
+    parts = [{EXPERT_PARTS[2]: ExpertPart(0, kind, (64, 512))} for kind in (T.Q4_K, T.Q8_0)]
+    pool_places(device, model, parts)
+    assert asked == [(64, 8 * formats.row_bytes(T.Q8_0, 512))]
 
 
 def test_in_runs_that_are_no_windows_nobody_goes_to_the_cpu(small: Path) -> None:

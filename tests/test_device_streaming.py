@@ -98,6 +98,19 @@ def test_neither_copies_nor_layers_run_before_what_they_wait_for(
         assert streaming_of(model).streamed == places * SHAPE.layers < missing(model)
 
 
+def test_where_there_are_few_places_the_most_used_experts_come(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streams(model_file, expert_cache="0") as model:
+        monkeypatch.setattr(model.ledger, "lendable", lambda: 7)
+        read_in(model, IDS, 64)
+        used = model.arena.use.copy()
+        read_in(model, IDS, 64)
+        for of_layer, comes in zip(used, streaming_of(model).coming, strict=True):
+            assert comes.any()
+            assert of_layer[comes].min() >= of_layer[~comes].max()
+
+
 def test_each_blob_crosses_the_link_once_a_batch(
     model_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +133,7 @@ def test_a_batch_of_few_rows_reads_experts_in_place(model_file: Path) -> None:
             read_in(model, IDS[:rows], rows)
             assert (streaming_of(model).streamed > 0) == comes
             assert streaming_of(model).has_loan == comes
+        assert 0 <= model.ledger.loan()[1] - ring_bytes(model.arena.layout) < 1 << 16
 
 
 def test_slots_are_lent_where_there_is_nothing_else_and_filled_again(
@@ -255,6 +269,14 @@ def test_choices_of_experts_that_came_for_a_batch_are_misses(model_file: Path) -
         read_in(model, IDS, 64)
         assert model.arena.tally.tolist() == [0, 64 * SHAPE.layers * SHAPE.top_k]
         assert np.array_equal(model.arena.expert_address, model.arena.homes)
+    with streams(model_file, expert_cache="50%") as model:
+        read_in(model, IDS, 64)
+        away, before = model.arena.expert_tier.copy(), model.arena.tally.copy()
+        read_in(model, IDS, 64)
+        chosen = model.chosen(64)
+        misses = sum(int(away[layer, chosen[:, layer]].sum()) for layer in range(SHAPE.layers))
+        assert (model.arena.tally - before).tolist() == [chosen.size - misses, misses]
+        assert 0 < misses < chosen.size
 
 
 @pytest.mark.parametrize("cache", ["0", "50%"])
