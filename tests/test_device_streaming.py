@@ -133,7 +133,16 @@ def test_a_batch_of_few_rows_reads_experts_in_place(model_file: Path) -> None:
             read_in(model, IDS[:rows], rows)
             assert (streaming_of(model).streamed > 0) == comes
             assert streaming_of(model).has_loan == comes
-        assert 0 <= model.ledger.loan()[1] - ring_bytes(model.arena.layout) < 1 << 16
+
+
+def test_no_more_is_lent_than_a_batch_has_use_for(model_file: Path) -> None:
+    with streams(model_file, expert_cache="75%") as model:
+        read_in(model, IDS, 64)
+        read(model, model.open_sequence(), IDS[:1])  # behind which the loan is back
+        places = min(missing(model), 2 * int(model.arena.expert_tier.sum(axis=1).max()))
+        read_in(model, IDS, 64)
+        wanted_bytes = places * max(model.arena.layout.classes)
+        assert 0 <= model.ledger.loan()[1] - wanted_bytes < model.ledger.plan.chunk_bytes
 
 
 def test_slots_are_lent_where_there_is_nothing_else_and_filled_again(
