@@ -152,6 +152,24 @@ def test_tables_are_sent_again_after_a_step_that_failed(
         assert np.array_equal(on_it, model.kv.table)
 
 
+def test_a_table_whose_copy_failed_is_sent_again(machine: Machine, tiny: Path) -> None:
+    with on_card(machine, tiny) as model:
+        backend, tiers = model._backend, model.arena.tiers
+        assert isinstance(backend, CardBackend)
+        (shared,) = [one for one in backend._shared if one.table is tiers]
+        sequence, on_it = model.open_sequence(), np.empty_like(tiers.array)
+        for nth in range(1, 9):
+            backend.send(shared.address, np.full_like(on_it, 7))
+            tiers[:] = tiers.array.copy()
+            machine.table.plan("cuMemcpyAsync", nth)
+            with pytest.raises(DriverError, match="cuMemcpyAsync"):
+                read(model, sequence, [1])
+            machine.table.lift()
+            read(model, sequence, [1])
+            backend.fetch(shared.address, on_it)
+            assert np.array_equal(on_it, tiers.array), f"copy {nth}"
+
+
 def test_a_batch_in_which_a_call_failed_gives_back_what_it_borrowed(
     machine: Machine, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from strata_nb.device_pool import (
     LEAST_POSTS,
     WINDOWS,
     DevicePool,
+    NoAnswer,
     pool_places,
     why_no_pool,
 )
@@ -32,6 +33,7 @@ from strata_nb.formats import TensorType as T
 from strata_nb.kernels import mailbox
 from strata_nb.kernels.gpu.pooled import PoolPlaces
 from strata_nb.kernels.pool_state import (
+    ABORTED,
     ALONE_NS,
     BESIDE,
     CHOICES,
@@ -369,6 +371,16 @@ def test_the_share_follows_what_card_and_pool_needed() -> None:
     for _ in range(2 * WINDOWS):
         fixed.landed(state)
     assert fixed.share == SHARE_UNITS // 4
+
+
+def test_a_mailbox_that_lets_nobody_wait_is_told_apart_from_a_late_answer() -> None:
+    said: list[str] = []
+    pool = DevicePool(FakePool(), 0.5, said.append, follows=False)  # type: ignore[arg-type]
+    state = np.zeros(WORDS, np.int64)
+    state[ERROR // 8] = ABORTED
+    with pytest.raises(NoAnswer, match="no answer, and told it to wait no longer"):
+        pool.landed(state)
+    assert len(said) == 1
 
 
 def test_a_share_that_became_too_small_for_posts_is_tried_again() -> None:
