@@ -367,6 +367,7 @@ def test_the_share_follows_what_card_and_pool_needed() -> None:
     for _ in range(2 * WINDOWS):
         few.landed(state)
     assert few.share == SHARE_UNITS // 4
+    state[POSTS // 8] = LEAST_POSTS
     fixed = DevicePool(made, 0.25, lambda _: None, follows=False)  # type: ignore[arg-type]
     for _ in range(2 * WINDOWS):
         fixed.landed(state)
