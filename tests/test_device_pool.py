@@ -23,6 +23,7 @@ from strata_nb.device_pool import (
     WINDOWS,
     DevicePool,
     NoAnswer,
+    pool_layers,
     pool_places,
     why_no_pool,
 )
@@ -326,6 +327,18 @@ def test_experts_of_floats_are_left_to_the_card() -> None:
     options = Options("model.gguf")
     for parts, reason in (([packed, packed], None), ([packed, floats], "experts of floats")):
         assert why_no_pool(options, [{"gate": one} for one in parts]) == reason
+
+
+def test_a_pool_knows_of_each_layer_where_its_experts_are_and_how_they_are_packed() -> None:
+    kinds, homes = ((T.Q4_K, T.Q5_K, T.Q6_K), (T.Q8_0, T.Q8_0, T.Q4_K)), np.zeros((2, 3), np.int64)
+    parts = [
+        {name: ExpertPart(100 * n, kind, (64, 64)) for n, (name, kind) in enumerate(each)}
+        for each in (zip(EXPERT_PARTS, of_layer, strict=True) for of_layer in kinds)
+    ]
+    layers = pool_layers(parts, 256, 512, homes)
+    assert [(one.gate, one.up, one.down) for one in layers] == list(kinds)
+    assert [one.addresses for one in layers] == [int(row.ctypes.data) for row in homes]
+    assert layers[1][3:9] == (0, 100, 200, 256, 512, 3)
 
 
 def test_a_card_has_as_many_idle_bytes_as_eight_rows_of_any_down() -> None:
