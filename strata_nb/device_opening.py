@@ -348,6 +348,9 @@ def _start_pool(
     if pool_at is None or experts is None:
         return None
     layers = pool_layers(experts.parts, model.width, model.expert_width, arena.homes)
-    pool = open_device_pool(asked.backend, pool_at, layers, asked.options, model.top_k, asked.say)
-    undo.callback(pool.close)
-    return pool
+    started: list[DevicePool] = []  # before it starts: an interrupt behind the call still ends it
+    undo.callback(lambda: [one.close() for one in started])
+    started.append(
+        open_device_pool(asked.backend, pool_at, layers, asked.options, model.top_k, asked.say)
+    )
+    return started[0]
