@@ -348,8 +348,13 @@ def _start_pool(
     if pool_at is None or experts is None:
         return None
     layers = pool_layers(experts.parts, model.width, model.expert_width, arena.homes)
-    started: list[DevicePool] = []  # before it starts: an interrupt behind the call still ends it
-    undo.callback(lambda: [one.close() for one in started])
+    started: list[DevicePool] = []
+
+    def close() -> None:
+        for pool in started:
+            pool.close()
+
+    undo.callback(close)  # before it starts: an interrupt right behind that still ends it
     started.append(
         open_device_pool(asked.backend, pool_at, layers, asked.options, model.top_k, asked.say)
     )
