@@ -313,14 +313,16 @@ class DeviceModel:
     def close(self) -> None:
         if os.getpid() != self._process:
             return  # a fork owns none of it
-        with self._turn:
+        # To the end, whatever fails or interrupts it: the backend frees next what threads of the
+        # CPU pool would go on reading.
+        with self._turn, interrupts_later():
             resources, self._resources = self._resources, None
-            if resources is not None:
+            if resources is None:
+                return
+            with suppress(DeviceLost), resources:  # nothing of it is left, and who lost it was told
                 if self._elastic is not None:
                     self._elastic.flush()
                 self._steps.end()
-                with suppress(DeviceLost):  # nothing of it is left, and who lost it was told
-                    resources.close()
 
     def _opened(self) -> None:
         if self._resources is None:

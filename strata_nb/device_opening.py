@@ -348,6 +348,14 @@ def _start_pool(
     if pool_at is None or experts is None:
         return None
     layers = pool_layers(experts.parts, model.width, model.expert_width, arena.homes)
-    pool = open_device_pool(asked.backend, pool_at, layers, asked.options, model.top_k, asked.say)
-    undo.callback(pool.close)
-    return pool
+    started: list[DevicePool] = []
+
+    def close() -> None:
+        for pool in started:
+            pool.close()
+
+    undo.callback(close)  # before it starts: an interrupt right behind that still ends it
+    started.append(
+        open_device_pool(asked.backend, pool_at, layers, asked.options, model.top_k, asked.say)
+    )
+    return started[0]

@@ -97,10 +97,10 @@ class Engine:
             self._model = self._on_device = self._open_device(
                 file, options, progress, compiling, resources
             )
+        resources.callback(self._model.close)  # at once: it ends before its backend
         self.warnings += self._model.warnings
         self.off = [] if self._on_device is None else self._on_device.off
         self._resources = resources.pop_all()
-        self._resources.callback(self._model.close)
         self.load_s = time.perf_counter() - started
 
     def _open_judge(

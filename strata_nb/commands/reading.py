@@ -27,7 +27,7 @@ class Reading:
         if seconds < EVERY_S:
             return
         report = self._engine.describe()
-        rate = (done - self._done) / max(seconds, 1e-9)
+        rate = (done - self._done) / seconds
         moved = _from_host_memory(self._before, report, seconds)
         note(f"read {done:,} of {total:,} prompt tokens, {rate:,.1f} tok/s{moved}")
         self._before, self._done, self._at = report, done, now
@@ -35,7 +35,7 @@ class Reading:
     def ended(self, tokens: int, seconds: float) -> None:
         """Say what reading all `tokens` took."""
         moved = _from_host_memory(self._first, self._engine.describe(), seconds)
-        note(f"read {tokens} prompt tokens in {seconds:.2f} s{moved}")
+        note(f"read {tokens:,} prompt tokens in {seconds:.2f} s{moved}")
 
 
 def _from_host_memory(before: Report, after: Report, seconds: float) -> str:
