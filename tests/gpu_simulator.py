@@ -348,8 +348,15 @@ def _signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> bits - 1 else value
 
 
+def _low_word(value: int) -> int:
+    return ((value + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
+
+
+_BYTES = [*range(128), *range(-128, 0)]  # signed, by what they are without a sign
+
+
 def _bytes_of(value: int) -> list[int]:
-    return [_signed(value >> 8 * number, 8) for number in range(4)]
+    return [_BYTES[value >> shift & 255] for shift in (0, 8, 16, 24)]
 
 
 _HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
@@ -400,11 +407,19 @@ def _bytes_by_nibbles(a: int, b: int, numbers: int) -> int:
 
 
 _PLAIN: dict[str, Callable[..., Any]] = {
-    "dp4a": lambda a, b, c: _signed(
-        c + sum(x * y for x, y in zip(_bytes_of(a), _bytes_of(b), strict=True)), 32
+    "dp4a": lambda a, b, c: _low_word(
+        c
+        + _BYTES[a & 255] * _BYTES[b & 255]
+        + _BYTES[a >> 8 & 255] * _BYTES[b >> 8 & 255]
+        + _BYTES[a >> 16 & 255] * _BYTES[b >> 16 & 255]
+        + _BYTES[a >> 24 & 255] * _BYTES[b >> 24 & 255]
     ),
-    "dp4a_u8": lambda a, b, c: _signed(
-        c + sum((x & 255) * y for x, y in zip(_bytes_of(a), _bytes_of(b), strict=True)), 32
+    "dp4a_u8": lambda a, b, c: _low_word(
+        c
+        + (a & 255) * _BYTES[b & 255]
+        + (a >> 8 & 255) * _BYTES[b >> 8 & 255]
+        + (a >> 16 & 255) * _BYTES[b >> 16 & 255]
+        + (a >> 24 & 255) * _BYTES[b >> 24 & 255]
     ),
     "level_parts": _level_parts,
     "sign_bytes": lambda word: int.from_bytes(
@@ -423,7 +438,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "fma": lambda a, b, c: np.float32(float(a) * float(b) + float(c)),
     "larger_f32": np.fmax,
     "square_root": np.sqrt,
-    "i32": lambda x: _signed(x, 32),
+    "i32": _low_word,
     "i64": lambda x: x,
     "once_i32": lambda x: x,
     "once_i64": lambda x: x,
