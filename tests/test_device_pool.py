@@ -337,7 +337,7 @@ def test_what_threads_call_is_compiled_before_they_start(monkeypatch: pytest.Mon
     made: list[Compiled] = []
     said: list[str] = []
     monkeypatch.setattr(Compiled, "is_at_hand", lambda _: False)
-    monkeypatch.setattr(Compiled, "made", made.append)
+    monkeypatch.setattr(Compiled, "made", lambda one: made.append(one))
     compile_pool([{EXPERT_PARTS[0]: ExpertPart(0, T.Q4_K, (64, 64))}], said.append)
     assert {*host_pool.FUNCTIONS, matrix_functions(T.Q4_K).few} == set(made)
     assert said == [f"compiling {len(made)} functions of the CPU pool for this processor, once"]
@@ -399,6 +399,22 @@ def test_the_share_follows_what_card_and_pool_needed() -> None:
     for _ in range(2 * WINDOWS):
         fixed.landed(state)
     assert fixed.share == SHARE_UNITS // 4
+
+
+@pytest.mark.parametrize("lacking", [ALONE_NS, BESIDE, None])
+def test_the_share_stays_where_one_of_the_two_did_nothing(lacking: int | None) -> None:
+    made = FakePool()
+    pool = DevicePool(made, 0.25, lambda _: None, follows=True)  # type: ignore[arg-type]
+    state = np.zeros(WORDS, np.int64)
+    state[[POSTS // 8, CHOICES // 8, BESIDE // 8]] = LEAST_POSTS
+    state[ALONE_NS // 8] = 10**6
+    if lacking is None:
+        made.busy_s = 0.0
+    else:
+        made.busy_s, state[lacking // 8] = 1e-3, 0
+    for _ in range(WINDOWS):
+        pool.landed(state)
+    assert pool.share == SHARE_UNITS // 4
 
 
 def test_a_mailbox_that_lets_nobody_wait_is_told_apart_from_a_late_answer() -> None:
