@@ -499,6 +499,20 @@ def test_a_step_is_measured_only_while_it_can_run_again(small: Path) -> None:
         check(engine, ConfigError)
 
 
+def test_a_window_in_flight_has_ended_when_its_memory_is_freed(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "open_backend", DrawingBackend)
+    options = Options(small, device=WHOLE, ctx_size=256, prefill=8, threads=1)
+    with Engine.open(options) as engine:
+        device = device_of(engine)
+        generation = begun(engine).generate(sampling=Sampling(seed=3), ignore_eos=True)
+        for _ in range(3):
+            next(generation)
+        assert device._queue
+    assert not device._queue
+
+
 def test_policies_hear_of_the_tokens_that_they_were_not_asked_about(small: Path) -> None:
     """While every expert has a slot; then slots are given away, and the hot experts stay."""
     found = []
