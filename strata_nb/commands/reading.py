@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 from strata_nb.commands.terminal import note
-from strata_nb.engine import Engine, Report
+from strata_nb.engine import Engine
 from strata_nb.models.description import bytes_text
+from strata_nb.reports import Report
 
 EVERY_S = 1.0  # between two lines
 
