@@ -109,6 +109,7 @@ class DeviceSteps:
         self._ahead: Window | None = None  # the only one in flight between two calls
         self._moves: Moves | None = None  # that wait until it has landed
         self._last: tuple[int, ...] = ()  # sequences of the last step
+        self._repeatable: int | None = None  # whose row was the last step, while its cell is there
         self._has_flown = False  # since counts were fetched last
 
     def _open_windows(self, program: Any) -> Windows | None:
@@ -176,6 +177,7 @@ class DeviceSteps:
                 self._backend.wait()
                 self._has_flown = False
                 if ahead is not None:
+                    self._repeatable = None
                     self._uncount(len(ahead.sequences))
                 self._filling.find()
             finally:
@@ -209,6 +211,16 @@ class DeviceSteps:
         Somebody who looks at each token would have each window dropped, and run twice.
         """
         self._last = ()
+
+    def forget(self, sequence: int) -> None:
+        """Hear that a sequence has lost cells."""
+        if self._repeatable == sequence:
+            self._repeatable = None
+
+    @property
+    def can_run_again(self) -> bool:
+        """Whether the programs of windows would read the row of the last step once more."""
+        return self._repeatable is not None
 
     def silence(self) -> None:
         """Let no expert come to a slot in runs that are no steps."""
@@ -285,6 +297,7 @@ class DeviceSteps:
             positions.append(lengths[row.sequence])
             lengths[row.sequence] += 1
         self._has_flown, self._latest = True, self._few
+        self._repeatable = rows[0].sequence if len(rows) == 1 else None
         beside, fetched = self._planned(), self._fetched()
         return windows.begin(rows, how, positions, fetched, beside)
 
@@ -454,6 +467,7 @@ class DeviceSteps:
             self._trace.append(self.chosen(len(rows)))
         for sequence, cells in new.items():
             self._kv.advance(sequence, cells)
+        self._repeatable = rows[0].sequence if len(rows) == 1 else None
         if self._told is not None:
             self._told(len(rows))
         return result
@@ -465,7 +479,7 @@ class DeviceSteps:
 
         What experts were used for it stays counted: policies take no step for more than its rows.
         """
-        self._ahead = self._moves = None
+        self._ahead = self._moves = self._repeatable = None
         try:
             self._backend.wait()  # what was begun may still use what is moved or freed next
             self._has_flown = False

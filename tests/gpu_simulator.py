@@ -57,7 +57,9 @@ class Memory:
 
     Launches that share one follow each other, and may overlap: it knows which wrote what.
 
-    others     called before a word is loaded that others of the system may write: plays those
+    others     plays others of the system: called before a word is loaded that they may write, and
+               behind the store of one that they may read
+    released, acquired   words that were stored and loaded as others of the system may see them
     clock_ns   moves on by `tick_ns` whenever a kernel asks for the time
     """
 
@@ -74,6 +76,7 @@ class Memory:
         self._starts = [start for start, *_ in self._blocks]
         self._kept = (*written, *read)
         self._launch = 0
+        self.released, self.acquired = set[int](), set[int]()
         # Of every four bytes the last that wrote them: a launch, and its block.
         self._writers: dict[int, tuple[int, Block]] = {}
 
@@ -523,6 +526,7 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
 
         def load_system(place: int) -> int:  # it may be of what somebody writes now
             memory.others()
+            memory.acquired.add(place)
             if place % 8:
                 raise KernelFault(f"8 bytes at {place:#x}: not aligned")
             word: int = struct.unpack_from("<q", *memory.check(place, 8, "load"))[0]
@@ -530,7 +534,14 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
 
         return load_system
     if name == "store_system_i64":
-        return _access("store_i64", memory)
+        store = _access("store_i64", memory)
+
+        def store_system(place: int, value: int) -> None:  # others may look at once
+            store(place, value)
+            memory.released.add(place)
+            memory.others()
+
+        return store_system
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
     if name == "shared_load_matrices":
