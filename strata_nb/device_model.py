@@ -186,11 +186,15 @@ class DeviceModel:
                 pool = pool_places(backend, model, sizes.experts.parts)
             else:
                 self.off.append(f"experts computed by the CPU ({reason})")
-        backend.compile([measured.body, measured.head, measured.choice], compiling, say)
+        backend.compile(
+            [measured.body, measured.head, measured.choice],
+            compiling,
+            say,
+            batches=[] if batch is None else [batch.body],
+            batch_rows=0 if batch is None else batch.max_rows,
+        )
         if pool is not None and sizes.experts is not None:
             compile_pool(sizes.experts.parts, say)
-        if batch is not None:
-            backend.compile([batch.body], compiling, say, batch_rows=batch.max_rows)
 
         keep = loading.cache_fits(file, file.size_bytes)
         total = sum(info.size_bytes for info in file.tensors.values())
