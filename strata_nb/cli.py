@@ -85,6 +85,9 @@ _DEVICE = """\
   --pcie-frac F                on a card: the share of the missed experts that it reads over its
                                link, the CPU computes the others; auto (the default): as measured
   --no-cpu-pool                on a card: let the CPU compute none of them
+  --no-pin                     on a card: register no host memory, where that is refused or not
+                               wanted; the CPU computes all experts without a slot, and prompts are
+                               read more slowly
   --vram-reserve-mib N         MiB of the device that stay free for others (default 0, of a card
                                700)
   --vram-limit SIZE            let a card, or a small device, count as one of SIZE in all (12GiB),

@@ -28,7 +28,7 @@ from strata_nb.backend import Backend
 from strata_nb.cache.accounts import Change
 from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.elastic import ElasticKV
-from strata_nb.cache.experts import ExpertArena, HostArena
+from strata_nb.cache.experts import Copy, ExpertArena, HostArena
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout, blocks_for
 from strata_nb.cache.look import Look
@@ -50,7 +50,7 @@ from strata_nb.device_pool import (
 )
 from strata_nb.device_steps import DeviceSteps, SharedCounts
 from strata_nb.device_streaming import BatchTables, ExpertStreaming
-from strata_nb.errors import ConfigError, DeviceLost
+from strata_nb.errors import ConfigError, DeviceLost, UnsupportedDevice
 from strata_nb.fill_plans import plan_type
 from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
@@ -66,6 +66,7 @@ from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress
 from strata_nb.sampling import Choice
 from strata_nb.shared_tables import SharedTable
+from strata_nb.staged_copies import StagedCopies
 from strata_nb.steps import WINDOW_ROWS, DeviceReport, ModelReport, Row, closed_error
 from strata_nb.tracing import Announce
 
@@ -135,6 +136,7 @@ class DeviceModel:
         self._prior: Profile | None = None
         self._announce = announce
         self._pool: DevicePool | None = None
+        self._reads_host = options.pin or not description.experts
         sizes = _measure(file, description, options, ctx_size)
         with ExitStack() as undo:
             self._open(file, options, ctx_size, sizes, progress, compiling, say, undo)
@@ -180,10 +182,15 @@ class DeviceModel:
         self.warnings += device_needs.reach_warnings(plan)
         misses = backend.pools and plan.start_slots < model.layers * model.experts
         pool: PoolPlaces | None = None
-        if misses and sizes.experts is not None:
+        if (misses or not options.pin) and sizes.experts is not None:
             reason = why_no_pool(options, sizes.experts.parts)
             if reason is None:
                 pool = pool_places(backend, model, sizes.experts.parts)
+            elif not options.pin:
+                raise ConfigError(
+                    f"--no-pin: the CPU computes all experts without a slot, and cannot: {reason}",
+                    hint="leave it out, or use --device host",
+                )
             else:
                 self.off.append(f"experts computed by the CPU ({reason})")
         backend.compile(
@@ -219,13 +226,18 @@ class DeviceModel:
                 file,
                 sizes.stacks,
                 sizes.experts,
-                driver,
+                driver if options.pin else None,
                 threads=backend.threads,
                 keep_cached=keep,
                 progress=load,
             )
             undo.callback(loaded.close)
             host = loaded.arena
+        copy: Copy | None = None
+        if not options.pin:
+            staged = StagedCopies(driver, device)
+            undo.callback(staged.close)
+            copy = staged.copy
 
         stream = driver.stream_create(device)
         undo.callback(driver.stream_destroy, stream)
@@ -239,6 +251,7 @@ class DeviceModel:
             driver=driver,
             stream=stream,
             announce=self._announce,
+            copy=copy,
         )
         self.ledger = Ledger(
             driver, device, plan, self.kv, self.arena, say=say, record=self._announce
@@ -277,7 +290,11 @@ class DeviceModel:
         if self._prior is not None:
             ranks = self._prior.ranks()
         self._residency = Residency(
-            self.arena, ranks, policy_maker(options), say=say, device_fills=backend.fills
+            self.arena,
+            ranks,
+            policy_maker(options),
+            say=say,
+            device_fills=backend.fills and options.pin,
         )
         self.ledger.heat = self._residency.heat
         streaming: ExpertStreaming | None = None
@@ -290,6 +307,7 @@ class DeviceModel:
                 ring,
                 top_k=model.top_k,
                 say=say,
+                copy=copy,
             )
             undo.callback(streaming.close)
         self._steps = DeviceSteps(
@@ -301,10 +319,13 @@ class DeviceModel:
             self.arena,
             self._elastic,
             self._residency,
-            DeviceFilling(backend, self.arena, self._residency, self._filling_places),
+            DeviceFilling(
+                backend, self.arena, self._residency, self._filling_places, fills=options.pin
+            ),
             streaming,
             self._trace,
             None if self._announce is None else self._tell_step,
+            reads_host=self._reads_host,
             pool_state=pool.state if pool is not None else 0,
             vocabulary=model.vocab_size,
             top_k=model.top_k,
@@ -571,6 +592,11 @@ class DeviceModel:
         """
         with self._turn:
             self._settle()
+            if not self._reads_host and not self.arena.is_complete:
+                raise UnsupportedDevice(
+                    "--no-pin: a window whose experts the CPU computes cannot be looked into",
+                    hint="leave it out, or give --expert-cache 100%",
+                )
             self._steps.silence()
             programs = [self._programs.body, self._programs.head, self._programs.choice]
             kv_layer_bytes = cells * self.kv.layout.layer_bytes // BLOCK_CELLS

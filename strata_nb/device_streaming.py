@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from strata_nb.backend import Backend
 from strata_nb.cache.capacity import Ledger
-from strata_nb.cache.experts import ExpertArena, Tier
+from strata_nb.cache.experts import Copy, ExpertArena, Tier
 from strata_nb.cache.slots import SlotLayout
 from strata_nb.errors import DeviceLost, DriverError
 from strata_nb.progress import Say
@@ -87,10 +87,16 @@ class ExpertStreaming:
         *,
         top_k: int,
         say: Say,
+        copy: Copy | None = None,
     ) -> None:
-        """`own`: address and size of a ring that is there for good; None: one is borrowed."""
+        """`own`: address and size of a ring that is there for good; None: one is borrowed.
+
+        copy   with the arguments of the driver's `copy_async`, from the host arena where the driver
+               cannot
+        """
         self.streamed = self.streamed_bytes = 0
         self._backend, self._driver = backend, backend.driver
+        self._copy_from_host = copy
         self._ledger, self._arena, self._tables = ledger, arena, tables
         self._own, self._top_k, self._say = own, top_k, say
         self._failing = False  # to borrow, since it last went well; then it was said
@@ -152,11 +158,12 @@ class ExpertStreaming:
         coming, driver = self._coming[layer], self._driver
         if not coming:
             return
+        copy = self._copy_from_host or driver.copy_async
         for one in coming:
             if one.behind > self._awaited:
                 driver.event_wait(self._stream, self._computed[one.behind])
                 self._awaited = one.behind
-            driver.copy_async(one.target, one.source, one.size_bytes, self._stream)
+            copy(one.target, one.source, one.size_bytes, self._stream)
         driver.event_record(self._copied[layer], self._stream)
         self._backend.await_event(self._copied[layer])
         self.streamed += len(coming)

@@ -396,6 +396,7 @@ def left_over(before: set[str]) -> set[str]:
         ("--no-prefill-borrow", "borrows nothing for prompts"),
         ("--pcie-frac=0.5", "shares no experts with the CPU"),
         ("--no-cpu-pool", "shares no experts with the CPU"),
+        ("--no-pin", "shares no experts with the CPU"),
     ],
 )
 def test_a_device_without_what_a_flag_turns_off_says_so(

@@ -30,6 +30,8 @@ from strata_nb.tracing import Announce
 NOBODY = -1
 NOWHERE = -1
 
+Copy = Callable[[int, int, int, int], object]  # to, from, bytes, stream: as `copy_async` has them
+
 
 class Tier(IntEnum):
     """Say who computes an expert's rows, and from where."""
@@ -79,7 +81,10 @@ class ExpertArena:
         driver: ExecutionDriver,
         stream: int,
         announce: Announce | None = None,
+        copy: Copy | None = None,
     ) -> None:
+        """`copy`: with the arguments of the driver's `copy_async`, from the host arena where the
+        driver cannot."""
         if np.any((host.address + host.offsets) % BLOB_ALIGNMENT):
             raise RuleViolation(16, f"the host arena has blobs not aligned to {BLOB_ALIGNMENT}")
         self.layout = layout
@@ -101,6 +106,7 @@ class ExpertArena:
         self._slot_addresses = self.layout.offsets(np.arange(max_slots))
         self._driver = driver
         self._stream = stream
+        self._copy_from_host = copy
         self._announce = announce
 
     # For the ledger.
@@ -396,7 +402,8 @@ class ExpertArena:
         self._require_free(slots)
         places = self._where(numbers)
         sources, targets = self._in_place[places], self._base + self.layout.offsets(slots)
-        copy, stream, sizes = self._driver.copy_async, self._stream, self.layout.blob_bytes
+        copy, stream = self._copy_from_host or self._driver.copy_async, self._stream
+        sizes = self.layout.blob_bytes
         of_each = zip(targets.tolist(), sources.tolist(), places[0].tolist(), strict=True)
         for target, source, layer in of_each:
             copy(target, source, sizes[layer], stream)
