@@ -343,7 +343,10 @@ USAGE = {
 
 def _dispatch(argv: Sequence[str]) -> int:
     if not argv:
-        raise ConfigError("no command given", hint="one of: " + ", ".join(USAGE))
+        raise ConfigError(
+            "no command given",
+            hint=f"`generate` alone writes a story; --help describes {', '.join(USAGE)}",
+        )
     # A command has one word, or two.
     first = 2 if " ".join(argv[:2]) in USAGE else 1
     command, words = " ".join(argv[:first]), argv[first:]

@@ -21,7 +21,7 @@ from model_shapes import LOGITS_SHAPES
 
 from strata_nb import Engine, Options
 from strata_nb.cache.profile import load_profile
-from strata_nb.commands import reading
+from strata_nb.commands import answer, reading
 from strata_nb.compiling import cache_folder
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -376,6 +376,23 @@ def test_a_signal_in_the_middle_of_an_answer_leaves_nothing(model: str, sent: in
     if sent == signal.SIGINT:
         assert b"% hits with" in err
     assert left_over(before) == set()
+
+
+def test_of_a_prompt_that_was_broken_off_the_cells_that_were_read_are_said(
+    run: Console,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Interrupting(reading.Reading):
+        def went_on(self, done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(answer, "Reading", Interrupting)
+    words = ["-f", "-", "-c", "600", "--prefill", "64", "--device", "host", "--verbose"]
+    with pytest.raises(KeyboardInterrupt):
+        run("generate", "-m", model, *words, stdin="long " * 100)
+    assert "K/V 64 of 600 cells" in capsys.readouterr().err
 
 
 def left_over(before: set[str]) -> set[str]:
