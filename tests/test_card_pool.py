@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,11 +38,14 @@ def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_whose_missed_experts_the_cpu_computes_gives_the_hosts_logits(tiny: Path) -> None:
+@pytest.mark.parametrize("given", [{"pcie_frac": 0.0}, {"pin": False}])
+def test_a_model_whose_missed_experts_the_cpu_computes_gives_the_hosts_logits(
+    tiny: Path, given: dict[str, Any]
+) -> None:
     ids = random_tokens(2)
     with opened(tiny, rows=8, ctx=64) as model:
         expected = read(model, model.open_sequence(), ids[:1])
-    options = {"expert_cache": "2", "pcie_frac": 0.0}
+    options = {"expert_cache": "2", "adapt": "off", **given}
     with (
         simulated_card(budget_bytes=2 * GIB) as backend,
         closing(load(backend, tiny, ctx=64, rows=8, **options)) as model,
