@@ -45,7 +45,7 @@ def test_a_model_whose_missed_experts_the_cpu_computes_gives_the_hosts_logits(
     ids = random_tokens(2)
     with opened(tiny, rows=8, ctx=64) as model:
         expected = read(model, model.open_sequence(), ids[:1])
-    options = {"expert_cache": "2", "adapt": "off", **given}
+    options = {"expert_cache": "2", **given}
     with (
         simulated_card(budget_bytes=2 * GIB) as backend,
         closing(load(backend, tiny, ctx=64, rows=8, **options)) as model,
@@ -54,7 +54,7 @@ def test_a_model_whose_missed_experts_the_cpu_computes_gives_the_hosts_logits(
         report = model.report()
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
     assert report.cpu_experts == report.misses > 0
-    assert report.link_bytes == 0
+    assert report.link_bytes == report.inserted_bytes  # what the host copied to free slots
 
 
 @pytest.fixture
