@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from card_world import simulated_card
+from card_world import AllMemory, simulated_card
 from device_world import load, make_tiny, opened, random_tokens, read
 from gpu_card import Card
 
@@ -40,7 +40,7 @@ def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [{"pcie_frac": 0.0}, {"pin": False}])
 def test_a_model_whose_missed_experts_the_cpu_computes_gives_the_hosts_logits(
-    tiny: Path, given: dict[str, Any]
+    tiny: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = random_tokens(2)
     with opened(tiny, rows=8, ctx=64) as model:
@@ -50,6 +50,13 @@ def test_a_model_whose_missed_experts_the_cpu_computes_gives_the_hosts_logits(
         simulated_card(budget_bytes=2 * GIB) as backend,
         closing(load(backend, tiny, ctx=64, rows=8, **options)) as model,
     ):
+        host, check = model.arena._host, AllMemory.check
+
+        def outside(memory: AllMemory, address: int, size: int, use: str) -> Any:
+            assert not 0 <= address - host.address < host.size_bytes
+            return check(memory, address, size, use)
+
+        monkeypatch.setattr(AllMemory, "check", outside)
         found = read(model, model.open_sequence(), ids[:1])
         report = model.report()
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
