@@ -54,6 +54,7 @@ class Unpinned(PoolingBackend, StreamingBackend):
             kind = plan_type(words["experts"])
             plan = memory_view(words["plan"], kind.itemsize).view(kind)[0]
             assert (rows, plan["cpu_share"]) == (1, SHARE_UNITS)
+            assert plan["offered"] == plan["listed"] == 0
         self.read.append(rows)
         super()._fill(layer, rows)
 
