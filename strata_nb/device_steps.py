@@ -94,7 +94,7 @@ class DeviceSteps:
         vocabulary: int,
         top_k: int,
     ) -> None:
-        self._reads_host = reads_host
+        self.reads_host = reads_host
         self._backend, self._programs, self._counts = backend, programs, counts
         self._kv, self._arena, self._elastic = kv, arena, elastic
         self._residency, self._filling, self._streaming = residency, filling, streaming
@@ -271,8 +271,6 @@ class DeviceSteps:
             self._residency.carry_out(moves)
             self._begin_ahead(windows, now, ahead, 0)
         self._follow(landed, len(rows), was_complete=was_complete)
-        if self._trace is not None and landed.routes is not None:
-            self._trace.append(self._few.routes(landed.routes, len(rows)))
         if self._told is not None:
             self._told(len(rows))
         if self._elastic is not None:
@@ -283,6 +281,9 @@ class DeviceSteps:
         else:
             self._rest()
         self._last = now.sequences
+        # Behind all that may fail: a window that is repeated counts once.
+        if self._trace is not None and landed.routes is not None:
+            self._trace.append(self._few.routes(landed.routes, len(rows)))
         return landed.tokens
 
     def _begin(self, windows: Windows, rows: Sequence[Row], how: Sequence[Choice]) -> Window:
@@ -380,9 +381,7 @@ class DeviceSteps:
 
     def _refused(self, now: Window, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
         """Read rows again whose logits gave no token: the host says why."""
-        self._backend.wait()
-        self._ahead = None
-        self._filling.find()
+        self.settle()
         for sequence in now.sequences:
             self._kv.rewind(sequence, self._kv.length(sequence))
         return self._whole_step(rows, _drawing(how))
@@ -497,7 +496,7 @@ class DeviceSteps:
 
         streaming   what brings experts for these rows, and knows which
         """
-        if self._reads_host or self._arena.is_complete:
+        if self.reads_host or self._arena.is_complete:
             return True
         missing = self._arena.expert_tier == Tier.IN_PLACE
         return streaming is not None and not np.any(missing & ~streaming.coming)
@@ -511,10 +510,10 @@ class DeviceSteps:
         try:
             self._backend.wait()  # what was begun may still use what is moved or freed next
             self._has_flown = False
-            self._rest()
             self._filling.find_after_failure()
         except StrataError:  # what failed first is what is told
             self._filling.lose()
+        self._rest()
         with suppress(StrataError):
             self.return_loan()
         for sequence, length in before.items():

@@ -68,8 +68,8 @@ class ExpertArena:
 
     A slot is free, or holds one expert, or is *draining*: its expert left, and work that began
     before may still read it. The caller says when that has ended (`reclaim`); before, nothing is
-    written to it [7]. No driver call but `fill` and `move`, which copy and wait. What comes into a
-    slot or leaves one is announced (docs/trace.md).
+    written to it [7]. No driver call but `fill`, `begin_fill` and `move`, which copy. What comes
+    into a slot or leaves one is announced (docs/trace.md).
     """
 
     def __init__(
@@ -83,8 +83,7 @@ class ExpertArena:
         announce: Announce | None = None,
         copy: Copy | None = None,
     ) -> None:
-        """`copy`: with the arguments of the driver's `copy_async`, from the host arena where the
-        driver cannot."""
+        """`copy`: what `copy_from_host` does where the driver cannot read the host arena."""
         if np.any((host.address + host.offsets) % BLOB_ALIGNMENT):
             raise RuleViolation(16, f"the host arena has blobs not aligned to {BLOB_ALIGNMENT}")
         self.layout = layout
@@ -106,7 +105,7 @@ class ExpertArena:
         self._slot_addresses = self.layout.offsets(np.arange(max_slots))
         self._driver = driver
         self._stream = stream
-        self._copy_from_host = copy
+        self._copy = copy
         self._announce = announce
 
     # For the ledger.
@@ -248,6 +247,10 @@ class ExpertArena:
             slots[coming] = sorted(free)[: len(coming)]  # the lowest slot comes first
         placed = slots != NOWHERE
         return Filling(self, numbers[placed], slots[placed])
+
+    def copy_from_host(self, target: int, source: int, size: int, stream: int) -> None:
+        """Begin to copy from the host arena, with the arguments of the driver's `copy_async`."""
+        (self._copy or self._driver.copy_async)(target, source, size, stream)
 
     def evict(self, layer: int, expert: int) -> int:
         """Let the tables name the host's copy again; returns the slot, which is draining."""
@@ -402,8 +405,7 @@ class ExpertArena:
         self._require_free(slots)
         places = self._where(numbers)
         sources, targets = self._in_place[places], self._base + self.layout.offsets(slots)
-        copy, stream = self._copy_from_host or self._driver.copy_async, self._stream
-        sizes = self.layout.blob_bytes
+        copy, stream, sizes = self.copy_from_host, self._stream, self.layout.blob_bytes
         of_each = zip(targets.tolist(), sources.tolist(), places[0].tolist(), strict=True)
         for target, source, layer in of_each:
             copy(target, source, sizes[layer], stream)
