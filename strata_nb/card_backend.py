@@ -201,11 +201,14 @@ class CardBackend:
         progress: Progress | None,
         say: Say,
         *,
+        batches: Sequence[Program] = (),
         batch_rows: int = 0,
     ) -> None:
         wanted: dict[str, Wanted] = {}
-        for program in programs:
-            for rows in _sizes(batch_rows):
+        sizes = [(program, _sizes(0)) for program in programs]
+        sizes += [(program, _sizes(batch_rows)) for program in batches]
+        for program, numbers in sizes:
+            for rows in numbers:
                 for one in card_launches(program, rows, self._pool):
                     one.grid(rows)  # refused before a model is loaded
                     if one.kernel.name not in self._machine:
@@ -221,7 +224,8 @@ class CardBackend:
     def prepare(
         self, programs: Sequence[Program], *, batch_rows: int = 0, cuts: Sequence[int] = ()
     ) -> list[CardProgram]:
-        self.compile(programs, None, lambda _: None, batch_rows=batch_rows)
+        windows, batches = ((), programs) if batch_rows else (programs, ())
+        self.compile(windows, None, lambda _: None, batches=batches, batch_rows=batch_rows)
         return [self._prepare(program, _sizes(batch_rows), cuts) for program in programs]
 
     def _prepare(self, program: Program, sizes: Sequence[int], cuts: Sequence[int]) -> CardProgram:

@@ -26,7 +26,7 @@ from strata_nb.cache.profile import rank_by_use, save_profile
 from strata_nb.device_layout import Asked
 from strata_nb.device_opening import open_device
 from strata_nb.device_pool import Served
-from strata_nb.errors import ConfigError, DeviceLost
+from strata_nb.errors import ConfigError, DeviceLost, UnsupportedDevice
 from strata_nb.gguf import GGUFFile
 from strata_nb.interrupts import interrupts_later
 from strata_nb.kernels.reference import Floats
@@ -210,6 +210,11 @@ class DeviceModel:
                     "the last step cannot be measured: it had several rows, or its session was "
                     "closed or rewound since, or had begun another one",
                     hint="read one token (Session.next_logits), and measure behind it",
+                )
+            if not self._steps.reads_host and not self.arena.is_complete:
+                raise UnsupportedDevice(
+                    "--no-pin: a window whose experts the CPU computes cannot be looked into",
+                    hint="leave it out, or give --expert-cache 100%",
                 )
             self._steps.silence()
             programs = [self._programs.body, self._programs.head, self._programs.choice]

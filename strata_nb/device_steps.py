@@ -57,12 +57,18 @@ class SharedCounts(NamedTuple):
     tally_address: int
 
 
+class _OneByOne(Exception):
+    """Say that rows cannot be read together, because some of their experts cannot be read."""
+
+
 class DeviceSteps:
     """Run steps, one after the other; who calls holds the model's lock.
 
     programs   for windows, and for every other step where `batch` is None
     batch      for steps of more rows than a window has
     streaming  brings missed experts for batches; None: batches are the programs of windows
+    reads_host   whether the device reads experts in host memory; else a pool computes those of a
+                 single row, and a batch brings all of them
     pool_state   where the device has the words of `pool_state.py`; 0: it has no pool
     vocabulary, top_k   of the model
     told   called behind a step with the number of its rows; None: nobody wants to know
@@ -83,10 +89,12 @@ class DeviceSteps:
         trace: RoutingTrace | None,
         told: Callable[[int], None] | None,
         *,
+        reads_host: bool,
         pool_state: int,
         vocabulary: int,
         top_k: int,
     ) -> None:
+        self.reads_host = reads_host
         self._backend, self._programs, self._counts = backend, programs, counts
         self._kv, self._arena, self._elastic = kv, arena, elastic
         self._residency, self._filling, self._streaming = residency, filling, streaming
@@ -141,6 +149,8 @@ class DeviceSteps:
             return self._whole_step(rows, Heads.logits)
         except NoAnswer:  # all is as before the step, and nobody is asked again
             return self._whole_step(rows, Heads.logits)
+        except _OneByOne:
+            return np.concatenate(self._singly(rows, [Heads.logits] * len(rows)))
 
     def choose(
         self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice]
@@ -149,6 +159,11 @@ class DeviceSteps:
             return self._choose(rows, how, ahead)
         except NoAnswer:  # as in `step`
             return self._choose(rows, how, ahead)
+        except _OneByOne:
+            left = list(how)
+            each = [[left.pop(0)] if row.wants_logits else [] for row in rows]
+            found = self._singly(rows, [_drawing(some) for some in each])
+            return [token for tokens in found for token in tokens]
 
     def _choose(
         self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice]
@@ -159,7 +174,7 @@ class DeviceSteps:
             if now is None and (
                 self.windows is None or not rows or not self.windows.can_draw(rows, how)
             ):
-                return self._whole_step(rows, lambda heads, wanted: heads.tokens(wanted, how))
+                return self._whole_step(rows, _drawing(how))
             return self._window(now, rows, how, ahead)
         except BaseException:
             self._break_off(before)
@@ -289,6 +304,8 @@ class DeviceSteps:
         if self._elastic is not None and not self._elastic.is_ample(new):
             self.settle()  # who gives the memory is chosen by the use of experts
             self._elastic.before_step(new)
+        if len(rows) > 1 and not self._is_served(None):
+            raise _OneByOne
         for sequence, cells in new.items():
             self._kv.extend(sequence, cells)
         lengths = {sequence: self._kv.length(sequence) for sequence in new}
@@ -380,7 +397,7 @@ class DeviceSteps:
         self.settle()
         for sequence in now.sequences:
             self._kv.rewind(sequence, self._kv.length(sequence))
-        return self._whole_step(rows, lambda heads, wanted: heads.tokens(wanted, how))
+        return self._whole_step(rows, _drawing(how))
 
     def _uncount(self, rows: int) -> None:
         """Take back what the last step has counted, which was dropped."""
@@ -441,6 +458,8 @@ class DeviceSteps:
         streaming = self._streaming if reader is not self._few else None
         used_before = self._arena.use.copy()
         is_streamed = streaming is not None and streaming.begin(len(rows))
+        if len(rows) > 1 and not self._is_served(streaming):
+            raise _OneByOne
         brings = streaming if is_streamed else None
         reader.read(rows, lengths, by_layer=by_layer, streaming=brings)
         result = head(reader.heads, [n for n, row in enumerate(rows) if row.wants_logits])
@@ -472,7 +491,29 @@ class DeviceSteps:
             self._told(len(rows))
         return result
 
+    def _singly(
+        self, rows: Sequence[Row], heads: Sequence[Callable[[Heads, list[int]], Result]]
+    ) -> list[Result]:
+        """Read rows one after the other; on an error all is as before the first."""
+        before = {row.sequence: self._kv.length(row.sequence) for row in rows}
+        try:
+            return [self._whole_step([row], head) for row, head in zip(rows, heads, strict=True)]
+        except BaseException:
+            for sequence, length in before.items():
+                self._kv.rewind(sequence, length)
+            raise
+
     # What they share.
+
+    def _is_served(self, streaming: ExpertStreaming | None) -> bool:
+        """Return whether the experts of several rows are all where the device reads them.
+
+        streaming   what brings experts for these rows, and knows which
+        """
+        if self.reads_host or self._arena.is_complete:
+            return True
+        missing = self._arena.expert_tier == Tier.IN_PLACE
+        return streaming is not None and not np.any(missing & ~streaming.coming)
 
     def _break_off(self, before: Mapping[int, int]) -> None:
         """End what is in flight after an error, and forget the cells behind these lengths.
@@ -491,3 +532,8 @@ class DeviceSteps:
             self.return_loan()
         for sequence, length in before.items():
             self._kv.rewind(sequence, length)  # the room that it got is free again
+
+
+def _drawing(how: Sequence[Choice]) -> Callable[[Heads, list[int]], list[int]]:
+    """Return what draws the tokens of a row."""
+    return lambda heads, wanted: heads.tokens(wanted, how)
