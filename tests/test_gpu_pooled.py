@@ -19,7 +19,7 @@ from strata_nb import formats
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels import mailbox, pool_state
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
-from strata_nb.kernels.gpu.filling import BY_CPU, IN_HOST_MEMORY
+from strata_nb.kernels.gpu.filling import BY_CPU, IN_HOST_MEMORY, ROW_BY_CPU
 from strata_nb.kernels.gpu.last_norm import with_last_norms
 from strata_nb.kernels.gpu.pool_answers import with_answers
 from strata_nb.kernels.gpu.pooled import POST_NS
@@ -46,13 +46,13 @@ class Row:
         parts = ((T.Q8_0, inner, width), (T.Q8_0, inner, width), (T.Q8_0, width, inner))
         self.width, self.inner = width, inner
         self.experts, self.answers = Experts(6, *parts), answers
-        in_host = np.isin(CHOSEN, by_cpu) * (BY_CPU + IN_HOST_MEMORY)
+        marks = np.isin(CHOSEN, by_cpu) * (BY_CPU + IN_HOST_MEMORY) + bool(by_cpu) * ROW_BY_CPU
         self.box = aligned(np.zeros(mailbox.box_bytes(self.width), np.uint8), 4096)
         self.state = aligned(np.zeros(pool_state.WORDS, np.int64))
         self.x = aligned(plain.quantised(normal(1, self.width, seed=1)))
         self.arrays: dict[str, NDArray[Any]] = {
             "rows": aligned(np.array([1, 0])),
-            "blobs": aligned(self.experts.addresses[CHOSEN] + in_host),
+            "blobs": aligned(self.experts.addresses[CHOSEN] + marks),
             "sources": aligned(np.zeros(TOP_K, np.int64)),
             "inner": aligned(np.full((TOP_K, self.inner), UNTOUCHED)),
             "packed": aligned(np.full((TOP_K, row_bytes(self.inner)), 0x7F, np.uint8)),

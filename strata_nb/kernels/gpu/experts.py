@@ -29,6 +29,7 @@ from strata_nb.kernels.gpu.filling import (
     BY_CPU,
     COMES,
     IN_HOST_MEMORY,
+    ROW_BY_CPU,
     ROW_COMES,
     bringer,
     row_bringer,
@@ -429,7 +430,8 @@ def _packed_down(
 
     def list_choice(blobs: int, choice: int, share: Any) -> None:
         """Write a choice and its share among those that are not passed over, if it is one."""
-        place, k = 0, 0
+        passes = load_i64(blobs) & ROW_BY_CPU != 0
+        place, k = 0 if passes else choice, 0 if passes else choice
         while k < choice:
             place += 1 if load_i64(blobs + 8 * k) & BY_CPU == 0 else 0
             k += 1
@@ -439,7 +441,8 @@ def _packed_down(
 
     def number_left(blobs: int) -> Any:
         """Return how many choices are not passed over."""
-        left, k = 0, 0
+        passes = load_i64(blobs) & ROW_BY_CPU != 0
+        left, k = 0 if passes else top_k, 0 if passes else top_k
         while k < top_k:
             left += 1 if load_i64(blobs + 8 * k) & BY_CPU == 0 else 0
             k += 1

@@ -2,7 +2,9 @@
 
 The CPU reads experts where they are, so those that are computed there need not cross the link: the
 two read the same memory at the same time. `route` says who goes to the CPU (BY_CPU of a word of
-`blobs`); the CPU's side is `cpu_pool.py`, and between them is a mailbox (`kernels/mailbox.py`).
+`blobs`), and in all words of the row that somebody does (ROW_BY_CPU): most rows miss little, and
+then nobody looks any further. The CPU's side is `cpu_pool.py`, and between them is a mailbox
+(`kernels/mailbox.py`).
 
     expert_gate_up   the first block of the first such choice posts the row and all such choices;
                      all blocks of such choices leave
@@ -30,7 +32,13 @@ from typing import Any, NamedTuple
 from strata_nb.formats import TensorType
 from strata_nb.kernels import mailbox
 from strata_nb.kernels.gpu.experts import expert_gate_up_kernel, passing_down_kernel
-from strata_nb.kernels.gpu.filling import BY_CPU, COMES, IN_HOST_MEMORY, NOT_POSTED
+from strata_nb.kernels.gpu.filling import (
+    BY_CPU,
+    COMES,
+    IN_HOST_MEMORY,
+    NOT_POSTED,
+    ROW_BY_CPU,
+)
 from strata_nb.kernels.gpu.intrinsics import (
     await_previous,
     barrier,
@@ -195,15 +203,17 @@ def pool_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs: 
         choice, thread = i64(block_x()), i64(thread_index())
         await_previous()
         if load_i64(rows) > 0:
-            word, first = load_i64(blobs + 8 * choice), _first_by_cpu(blobs, top_k)
-            if word & BY_CPU != 0:
-                if block_z() == 0 and choice == first:
-                    post(blobs, chosen, shares, x, row_bytes, top_k, layer, box, state, thread)
-                    if thread == 0:
-                        store_i64(sources + 8 * choice, i64(NOT_POSTED + 1))
-                return
-            if first < top_k and word & (IN_HOST_MEMORY | COMES) != 0:
-                _await_post(sources + 8 * first, thread)
+            word = load_i64(blobs + 8 * choice)
+            if word & ROW_BY_CPU != 0:
+                first = _first_by_cpu(blobs, top_k)
+                if word & BY_CPU != 0:
+                    if block_z() == 0 and choice == first:
+                        post(blobs, chosen, shares, x, row_bytes, top_k, layer, box, state, thread)
+                        if thread == 0:
+                            store_i64(sources + 8 * choice, i64(NOT_POSTED + 1))
+                    return
+                if word & (IN_HOST_MEMORY | COMES) != 0:
+                    _await_post(sources + 8 * first, thread)
         product(
             rows,
             blobs,
@@ -257,7 +267,7 @@ def answer_taker(width: int, threads: int, place: int) -> Function:
     answer = mailbox.answer_offset(width)
 
     def take(blobs: int, top_k: int, y: int, box: int, state: int, thread: int) -> None:
-        if _number_by_cpu(blobs, top_k) == 0:
+        if load_i64(blobs) & ROW_BY_CPU == 0:
             return
         if thread == 0:
             shared_store_i32(place, _await_answer(box, state))
@@ -298,10 +308,11 @@ def pool_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) ->
         state: int,
         idle: int,
     ) -> None:
-        first = _first_by_cpu(blobs, top_k)
-        if load_i64(rows) > 0 and first < top_k:
-            _await_post(sources + 8 * first, i64(thread_index()))
-        if _number_by_cpu(blobs, top_k) < top_k:
+        left = i64(top_k)
+        if load_i64(rows) > 0 and load_i64(blobs) & ROW_BY_CPU != 0:
+            _await_post(sources + 8 * _first_by_cpu(blobs, top_k), i64(thread_index()))
+            left -= _number_by_cpu(blobs, top_k)
+        if left > 0:
             product(rows, blobs, sources, inner, shares, y, down_offset, outputs, idle)
         else:
             await_previous()
