@@ -253,7 +253,7 @@ class DeviceSteps:
         self._filling.landed(landed.addresses)
         if self._moves is not None:  # nothing is in flight
             moves, self._moves = self._moves, None
-            self._residency.carry_out(moves)
+            self._residency.carry_out(moves, is_late=True)
             self._begin_ahead(windows, now, ahead, 0)
         self._follow(landed, len(rows), was_complete=was_complete)
         if self._trace is not None and landed.routes is not None:
