@@ -40,6 +40,7 @@ from strata_nb.cache.routing import RoutingTrace, forced_routes
 from strata_nb.cache.slots import SlotLayout
 from strata_nb.device_filling import DeviceFilling, FillingPlaces
 from strata_nb.device_pool import (
+    NO_POOL_YET,
     DevicePool,
     Served,
     compile_pool,
@@ -312,6 +313,8 @@ class DeviceModel:
             self._pool = open_device_pool(backend, pool, layers, options, model.top_k, say)
             undo.callback(self._pool.close)
             self._steps.use_pool(self._pool)
+        elif backend.pools and sizes.experts and not why_no_pool(options, sizes.experts.parts):
+            self._steps.lack_pool(lambda: say(NO_POOL_YET))
         if backend.has_slots:
             self.warnings += device_room.keep_free(self.ledger, say)
             experts = model.layers * model.experts

@@ -93,6 +93,7 @@ class DeviceSteps:
         self._trace, self._told = trace, told
         self._pool_state = pool_state
         self._pool: DevicePool | None = None  # not before the experts are loaded
+        self._lacks_pool: Callable[[], None] | None = None
         wanted = [programs.body, programs.head, programs.choice]
         if backend.chooses_tokens:
             wanted.append(programs.window)
@@ -134,6 +135,10 @@ class DeviceSteps:
     def use_pool(self, pool: DevicePool) -> None:
         """Leave missed experts to the CPU from now on; whoever calls closes the pool."""
         self._pool = pool
+
+    def lack_pool(self, tell: Callable[[], None]) -> None:
+        """Call `tell`, once, when a window begins and there are fewer slots than experts."""
+        self._lacks_pool = tell
 
     def step(self, rows: Sequence[Row]) -> Floats:
         try:
@@ -177,6 +182,8 @@ class DeviceSteps:
                 self._has_flown = False
                 if ahead is not None:
                     self._uncount(len(ahead.sequences))
+                    if self._pool is not None:
+                        self._pool.dropped(self._pool_words())
                 self._filling.find()
             finally:
                 if ahead is not None:
@@ -325,6 +332,9 @@ class DeviceSteps:
         if self._pool is not None:
             self._pool.awake()
             self._filling.cpu_share = self._pool.share
+        elif self._lacks_pool is not None and self._arena.usable_slots < self._arena.use.size:
+            tell, self._lacks_pool = self._lacks_pool, None
+            tell()
         return self._filling.begin()
 
     def _rest(self) -> None:
@@ -435,9 +445,7 @@ class DeviceSteps:
         self._backend.wait()
         if reader is self._few and self._pool is not None:
             self._rest()
-            words = np.empty(WORDS, np.int64)
-            self._backend.fetch(self._pool_state, words)
-            self._pool.landed(words)
+            self._pool.landed(self._pool_words())
         was_complete = self._arena.is_complete
         if streaming is not None:
             used = self._arena.use - used_before
@@ -461,6 +469,12 @@ class DeviceSteps:
 
     # What they share.
 
+    def _pool_words(self) -> npt.NDArray[np.int64]:
+        """Fetch what the device remembers of the experts that the CPU computes."""
+        words = np.empty(WORDS, np.int64)
+        self._backend.fetch(self._pool_state, words)
+        return words
+
     def _break_off(self, before: Mapping[int, int]) -> None:
         """End what is in flight after an error, and forget the cells behind these lengths.
 
@@ -471,6 +485,8 @@ class DeviceSteps:
             self._backend.wait()  # what was begun may still use what is moved or freed next
             self._has_flown = False
             self._rest()
+            if self._pool is not None:
+                self._pool.dropped(self._pool_words())
             self._filling.find_after_failure()
         except StrataError:  # what failed first is what is told
             self._filling.lose()
