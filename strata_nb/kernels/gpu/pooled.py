@@ -31,7 +31,11 @@ from typing import Any, NamedTuple
 
 from strata_nb.formats import TensorType
 from strata_nb.kernels import mailbox
-from strata_nb.kernels.gpu.experts import expert_gate_up_kernel, passing_down_kernel
+from strata_nb.kernels.gpu.experts import (
+    GATE_UP_THREADS,
+    leaving_gate_up_kernel,
+    passing_down_kernel,
+)
 from strata_nb.kernels.gpu.filling import (
     BY_CPU,
     COMES,
@@ -43,7 +47,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     await_previous,
     barrier,
     bits_of_f32,
-    block_x,
     block_z,
     i32,
     i64,
@@ -176,60 +179,44 @@ def _poster(threads: int) -> Function:
 
 
 @cache
-def pool_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs: int) -> GpuKernel:
-    """Return `pool_gate_up` of `routed.py`: `expert_gate_up` of packed weights, which posts."""
-    kernel = expert_gate_up_kernel(gate, up, values, outputs)
-    product, post = kernel.function, _poster(kernel.threads)
+def _leaver(threads: int) -> Function:
+    """Return a device function by which a block leaves a choice to the CPU, or waits for the
+    message where it will read over the link."""
+    post = _poster(threads)
 
-    def pool_gate_up(
-        rows: int,
+    def leaves(
+        word: Any,
         blobs: int,
         sources: int,
         x: int,
-        inner: int,
-        packed: int,
-        gate_offset: int,
-        up_offset: int,
-        top_k: int,
-        values: int,
-        outputs: int,
         row_bytes: int,
+        top_k: int,
         chosen: int,
         shares: int,
         layer: int,
         box: int,
         state: int,
-    ) -> None:
-        choice, thread = i64(block_x()), i64(thread_index())
-        await_previous()
-        if load_i64(rows) > 0:
-            word = load_i64(blobs + 8 * choice)
-            if word & ROW_BY_CPU != 0:
-                first = _first_by_cpu(blobs, top_k)
-                if word & BY_CPU != 0:
-                    if block_z() == 0 and choice == first:
-                        post(blobs, chosen, shares, x, row_bytes, top_k, layer, box, state, thread)
-                        if thread == 0:
-                            store_i64(sources + 8 * choice, i64(NOT_POSTED + 1))
-                    return
-                if word & (IN_HOST_MEMORY | COMES) != 0:
-                    _await_post(sources + 8 * first, thread)
-        product(
-            rows,
-            blobs,
-            sources,
-            x,
-            inner,
-            packed,
-            gate_offset,
-            up_offset,
-            top_k,
-            values,
-            outputs,
-            row_bytes,
-        )
+        choice: Any,
+        thread: Any,
+    ) -> Any:
+        if word & ROW_BY_CPU != 0:
+            first = _first_by_cpu(blobs, top_k)
+            if word & BY_CPU != 0 and block_z() == 0 and choice == first:
+                post(blobs, chosen, shares, x, row_bytes, top_k, layer, box, state, thread)
+                if thread == 0:
+                    store_i64(sources + 8 * choice, i64(NOT_POSTED + 1))
+            if word & BY_CPU == 0 and word & (IN_HOST_MEMORY | COMES) != 0:
+                _await_post(sources + 8 * first, thread)
+        return word & BY_CPU != 0
 
-    return kernel._replace(name=_pooled(kernel), function=pool_gate_up)
+    return leaves
+
+
+@cache
+def pool_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs: int) -> GpuKernel:
+    """Return `pool_gate_up` of `routed.py`: `expert_gate_up` of packed weights, which posts."""
+    kernel = leaving_gate_up_kernel(gate, up, values, outputs, _leaver(GATE_UP_THREADS))
+    return kernel._replace(name=_pooled(kernel))
 
 
 # -- the answer ------------------------------------------------------------------------------------
@@ -259,15 +246,16 @@ def _await_answer(box: int, state: int) -> Any:
 def answer_taker(width: int, threads: int, place: int) -> Function:
     """Return a device function by which the last block of a launch adds the answer to a row.
 
-    take(blobs, top_k, y, box, state, thread); a barrier must follow before y is read
+    take(marks, y, box, state, thread); marks is a word of the row in `blobs`; a barrier must follow
+    before y is read
 
     width   of the row
     place   offset of four bytes of shared memory
     """
     answer = mailbox.answer_offset(width)
 
-    def take(blobs: int, top_k: int, y: int, box: int, state: int, thread: int) -> None:
-        if load_i64(blobs) & ROW_BY_CPU == 0:
+    def take(marks: Any, y: int, box: int, state: int, thread: int) -> None:
+        if marks & ROW_BY_CPU == 0:
             return
         if thread == 0:
             shared_store_i32(place, _await_answer(box, state))
