@@ -50,6 +50,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     block_z,
     i32,
     i64,
+    load_4xf32,
     load_4xi32,
     load_f32,
     load_i64,
@@ -58,7 +59,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     shared_load_i32,
     shared_store_i32,
     store_4xi32,
-    store_f32,
     store_i64,
     store_system_i64,
     thread_index,
@@ -161,19 +161,20 @@ def _poster(threads: int) -> Function:
             store_i64(choice, load_i64(chosen + 8 * thread))
             share = bits_of_f32(load_f32(shares + 4 * thread))
             store_i64(choice + mailbox.SHARE, i64(share))
+        count = _number_by_cpu(blobs, top_k)
         if thread == 0:
             store_i64(box + mailbox.LAYER, layer)
-            store_i64(box + mailbox.COUNT, _number_by_cpu(blobs, top_k))
+            store_i64(box + mailbox.COUNT, count)
+        error, number = load_i64(state + ERROR), load_i64(state + POSTS) + 1
         barrier()
-        if thread == 0 and load_i64(state + ERROR) == 0:
-            count = _number_by_cpu(blobs, top_k)
+        if thread == 0 and error == 0:
+            now = nanoseconds()
+            store_system_i64(box + mailbox.POSTED, number)
+            store_i64(state + POSTS, number)
+            store_i64(state + POSTED_AT, now)
             missed = _number_of(blobs, top_k, BY_CPU | COMES | IN_HOST_MEMORY, 1)
             store_i64(state + CHOICES, load_i64(state + CHOICES) + count)
             store_i64(state + BESIDE, load_i64(state + BESIDE) + missed - count)
-            number = load_i64(state + POSTS) + 1
-            store_i64(state + POSTS, number)
-            store_i64(state + POSTED_AT, nanoseconds())
-            store_system_i64(box + mailbox.POSTED, number)
 
     return post
 
@@ -223,23 +224,36 @@ def pool_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs: 
 
 
 def _await_answer(box: int, state: int) -> Any:
-    """Wait for the answer to the latest post; return 1 if it is there, 0 where it will not come."""
+    """Wait for the answer to the latest post; return 1 if it is there, 0 where it will not come,
+    and when the wait began and ended."""
     begin, number = nanoseconds(), load_i64(state + POSTS)
-    error, now = load_i64(state + ERROR), begin
-    store_i64(state + ALONE_NS, load_i64(state + ALONE_NS) + begin - load_i64(state + POSTED_AT))
-    if error != 0:
-        return i32(0)
+    known = load_i64(state + ERROR)
+    error, now = known, begin
     while error == 0 and load_system_i64(box + mailbox.ANSWERED) < number:
         now = nanoseconds()
         if load_system_i64(box + mailbox.ABORT) != 0:
             error = i64(ABORTED)
         elif now - begin > DEADLINE_NS:
             error = i64(LATE)
-    store_i64(state + WAITED_NS, load_i64(state + WAITED_NS) + now - begin)
-    if error != 0:
+    if error != known:
         store_i64(state + ERROR, error)
         store_system_i64(box + mailbox.ABORT, 1)
-    return i32(1 if error == 0 else 0)
+    return i32(1 if error == 0 else 0), begin, now
+
+
+def _count_wait(state: int, begin: Any, end: Any) -> None:
+    """Note how long the card needed for its own part, and how long it then waited."""
+    store_i64(state + ALONE_NS, load_i64(state + ALONE_NS) + begin - load_i64(state + POSTED_AT))
+    store_i64(state + WAITED_NS, load_i64(state + WAITED_NS) + end - begin)
+
+
+def _add_four(place: int, four: Any, more: Any) -> None:
+    """Store the sums of four values and four others."""
+    a, b, c, d = four
+    e, f, g, h = more
+    store_4xi32(
+        place, bits_of_f32(a + e), bits_of_f32(b + f), bits_of_f32(c + g), bits_of_f32(d + h)
+    )
 
 
 @cache
@@ -249,23 +263,35 @@ def answer_taker(width: int, threads: int, place: int) -> Function:
     take(marks, y, box, state, thread); marks is a word of the row in `blobs`; a barrier must follow
     before y is read
 
-    width   of the row
+    width   of the row, a multiple of 32
     place   offset of four bytes of shared memory
+
+    A load from the host takes more than a microsecond. Each thread has two of four values under way
+    before it stores anything, and the time is noted when all is done that others wait for.
     """
-    answer = mailbox.answer_offset(width)
+    answer, fours = mailbox.answer_offset(width), width // 4
 
     def take(marks: Any, y: int, box: int, state: int, thread: int) -> None:
         if marks & ROW_BY_CPU == 0:
             return
+        begin, end = i64(0), i64(0)
         if thread == 0:
-            shared_store_i32(place, _await_answer(box, state))
+            is_there, begin, end = _await_answer(box, state)
+            shared_store_i32(place, is_there)
         barrier()
         if shared_load_i32(place) != 0:
-            value = thread
-            while value < width:
-                target = y + 4 * value
-                store_f32(target, load_f32(target) + load_f32(box + answer + 4 * value))
-                value += threads
+            four = thread
+            while four < fours:
+                other = min(four + threads, fours - 1)
+                first = load_4xf32(box + answer + 16 * four)
+                second = load_4xf32(box + answer + 16 * other)
+                here, there = load_4xf32(y + 16 * four), load_4xf32(y + 16 * other)
+                _add_four(y + 16 * four, here, first)
+                if four + threads < fours:
+                    _add_four(y + 16 * other, there, second)
+                four += 2 * threads
+        if thread == 0:
+            _count_wait(state, begin, end)
 
     return take
 
