@@ -136,7 +136,10 @@ def _pooled(kernel: GpuKernel) -> str:
 
 @cache
 def _poster(threads: int) -> Function:
-    """Return a device function by which a block posts a layer's message."""
+    """Return a device function by which a block posts a layer's message.
+
+    posted   address of the choice in `sources`, which says NOT_POSTED before
+    """
 
     def post(
         blobs: int,
@@ -148,6 +151,7 @@ def _poster(threads: int) -> Function:
         layer: int,
         box: int,
         state: int,
+        posted: int,
         thread: int,
     ) -> None:
         place = 16 * thread
@@ -167,9 +171,12 @@ def _poster(threads: int) -> Function:
             store_i64(box + mailbox.COUNT, count)
         error, number = load_i64(state + ERROR), load_i64(state + POSTS) + 1
         barrier()
+        now = nanoseconds()
         if thread == 0 and error == 0:
-            now = nanoseconds()
             store_system_i64(box + mailbox.POSTED, number)
+        if thread == 0:
+            store_i64(posted, i64(NOT_POSTED + 1))
+        if thread == 0 and error == 0:  # what nobody waits for
             store_i64(state + POSTS, number)
             store_i64(state + POSTED_AT, now)
             missed = _number_of(blobs, top_k, BY_CPU | COMES | IN_HOST_MEMORY, 1)
@@ -203,9 +210,8 @@ def _leaver(threads: int) -> Function:
         if word & ROW_BY_CPU != 0:
             first = _first_by_cpu(blobs, top_k)
             if word & BY_CPU != 0 and block_z() == 0 and choice == first:
-                post(blobs, chosen, shares, x, row_bytes, top_k, layer, box, state, thread)
-                if thread == 0:
-                    store_i64(sources + 8 * choice, i64(NOT_POSTED + 1))
+                posted = sources + 8 * choice
+                post(blobs, chosen, shares, x, row_bytes, top_k, layer, box, state, posted, thread)
             if word & BY_CPU == 0 and word & (IN_HOST_MEMORY | COMES) != 0:
                 _await_post(sources + 8 * first, thread)
         return word & BY_CPU != 0
