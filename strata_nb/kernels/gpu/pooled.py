@@ -171,7 +171,7 @@ def _poster(threads: int) -> Function:
             store_i64(box + mailbox.COUNT, count)
         error, number = load_i64(state + ERROR), load_i64(state + POSTS) + 1
         barrier()
-        now = nanoseconds()
+        now = nanoseconds() if thread == 0 else i64(0)
         if thread == 0 and error == 0:
             store_system_i64(box + mailbox.POSTED, number)
         if thread == 0:
