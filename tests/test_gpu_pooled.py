@@ -20,9 +20,11 @@ from strata_nb.formats import TensorType as T
 from strata_nb.kernels import mailbox, pool_state
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.filling import BY_CPU, IN_HOST_MEMORY, ROW_BY_CPU
+from strata_nb.kernels.gpu.intrinsics import WARP, await_previous, i64, load_i64, thread_index
 from strata_nb.kernels.gpu.last_norm import with_last_norms
+from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.pool_answers import with_answers
-from strata_nb.kernels.gpu.pooled import POST_NS
+from strata_nb.kernels.gpu.pooled import POST_NS, answer_taker
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.packing import GROUP_ROWS
 
@@ -210,6 +212,28 @@ def test_a_card_says_how_long_it_waited() -> None:
     assert alone > 0
     assert waited > 50 * tick_ns
     assert 100 * tick_ns < alone + waited < 105 * tick_ns
+
+
+@pytest.mark.parametrize("width", [32, 256, 384, 416])
+def test_an_answer_is_added_to_all_of_a_row_and_to_nothing_else(width: int) -> None:
+    """A warp adds 256 values at a time; the last of them may be fewer."""
+    take = answer_taker(width, WARP, 0)
+
+    def add(blobs: int, y: int, box: int, state: int) -> None:
+        await_previous()
+        take(load_i64(blobs), y, box, state, i64(thread_index()))
+
+    blobs, state = aligned(np.array([ROW_BY_CPU])), aligned(np.zeros(pool_state.WORDS, np.int64))
+    y, box = aligned(normal(width, seed=1)), aligned(np.zeros(mailbox.box_bytes(width), np.uint8))
+    answer, before = normal(width, seed=2), y.copy()
+    start = mailbox.answer_offset(width)
+    box[start : start + 4 * width].view(np.float32)[:] = answer
+    arrays = {"blobs": blobs, "y": y, "box": box, "state": state}
+    words = {name: int(array.ctypes.data) for name, array in arrays.items()}
+    kernel = GpuKernel("add_answer", add, WARP, lambda _, __: (1, 1, 1), lambda _: 16)
+    memory = gpu_simulator.Memory([y, state], [blobs, box])
+    simulate(CardLaunch(kernel, "", words, ("address",) * 4), 1, memory)
+    assert same_bits(y, before + answer)
 
 
 def test_who_reads_over_the_link_waits_until_the_message_is_on_its_way() -> None:
