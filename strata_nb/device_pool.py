@@ -137,7 +137,6 @@ class DevicePool:
 
     def _give_up(self, error: int) -> None:
         self._is_on, self.share = False, 0
-        self._pool.rest()
         if error == pool_state.LATE:
             why = f"no answer within {pool_state.DEADLINE_NS * 1e-9:.0f} s"
         else:
