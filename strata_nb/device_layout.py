@@ -105,6 +105,14 @@ def lay_out(asked: Asked, given: Given) -> Laid:
     return Laid(sizes, emitted, weight_bytes, rules, plan, ring_bytes, warnings)
 
 
+def may_pool(asked: Asked, laid: Laid) -> bool:
+    """Return whether the CPU would compute experts that the device misses."""
+    experts = laid.sizes.experts
+    if experts is None or not asked.backend.pools:
+        return False
+    return why_no_pool(asked.options, experts.parts) is None
+
+
 def leave_to_pool(asked: Asked, laid: Laid, off: list[str]) -> PoolPlaces | None:
     """Have programs leave missed experts to the CPU, where some will be missed.
 

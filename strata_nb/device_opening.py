@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,8 +29,15 @@ from strata_nb.cache.kv import KVCache
 from strata_nb.cache.policy import Insertion, Maker, static, swaps
 from strata_nb.cache.residency import Residency
 from strata_nb.device_filling import DeviceFilling, FillingPlaces
-from strata_nb.device_layout import Asked, Laid, compile_programs, lay_out, leave_to_pool
-from strata_nb.device_pool import DevicePool, open_device_pool, pool_layers
+from strata_nb.device_layout import (
+    Asked,
+    Laid,
+    compile_programs,
+    lay_out,
+    leave_to_pool,
+    may_pool,
+)
+from strata_nb.device_pool import NO_POOL_YET, DevicePool, open_device_pool, pool_layers
 from strata_nb.device_programs import Emitted, TablePlaces, emit
 from strata_nb.device_sizes import ROPE_FACTORS, Given, read_given
 from strata_nb.device_steps import DeviceSteps, SharedCounts
@@ -130,6 +138,8 @@ def open_device(
     pool = _start_pool(asked, laid, pool_at, arena, undo)
     if pool is not None:
         steps.use_pool(pool)
+    elif may_pool(asked, laid):
+        steps.lack_pool(partial(asked.say, NO_POOL_YET))
     if asked.backend.has_slots:
         warnings += device_room.keep_free(ledger, asked.say)
         experts = asked.model.layers * asked.model.experts

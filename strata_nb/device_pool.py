@@ -61,7 +61,7 @@ class NoAnswer(StrataError):
 class Served(NamedTuple):
     """Say what the CPU did since the start.
 
-    experts, bytes   that it computed with, in all windows, dropped ones too
+    experts, bytes   that it computed with, in windows that count: none that was dropped or repeated
     waited_s         that the card waited for it
     """
 
@@ -97,6 +97,7 @@ class DevicePool:
         self._windows = 0  # since the share was looked at
         self._seen = np.zeros(pool_state.WORDS, np.int64)
         self._latest = self._seen.copy()
+        self._dropped = 0  # choices of windows that do not count
         self._seen_busy_s = 0.0
 
     def awake(self) -> None:
@@ -126,18 +127,30 @@ class DevicePool:
         """
         if not self._is_on:
             return
-        self._latest = words.copy()
         error = int(words[pool_state.ERROR // 8])
         if error:
+            self.dropped(words)
             self._give_up(error)
+        self._latest = words.copy()
         self._windows += 1
         if self._windows >= WINDOWS and self._follows:
             self._follow()
 
+    def dropped(self, words: npt.NDArray[np.int64]) -> None:
+        """Take the state of the card behind a window that does not count; nothing is in flight."""
+        if self._is_on:
+            place = pool_state.CHOICES // 8
+            self._dropped += int(words[place] - self._latest[place])
+            self._latest = words.copy()
+
     def served(self) -> Served:
-        """Return what the CPU did since the start."""
-        waited_s = int(self._latest[pool_state.WAITED_NS // 8]) * 1e-9
-        return Served(self._pool.experts, self._pool.bytes, waited_s)
+        """Return what the CPU did in windows that landed; one may be in flight.
+
+        Of bytes only those of all windows are known: the threads may be ahead of what landed.
+        """
+        experts = int(self._latest[pool_state.CHOICES // 8]) - self._dropped
+        size_bytes = self._pool.bytes * experts // max(1, self._pool.experts)
+        return Served(experts, size_bytes, int(self._latest[pool_state.WAITED_NS // 8]) * 1e-9)
 
     def close(self) -> None:
         """End the threads; may be called twice."""
@@ -145,7 +158,6 @@ class DevicePool:
 
     def _give_up(self, error: int) -> None:
         self._is_on, self.share = False, 0
-        self._pool.rest()
         if error == pool_state.LATE:
             why = f"no answer within {pool_state.DEADLINE_NS * 1e-9:.0f} s"
         else:
@@ -186,6 +198,13 @@ class DevicePool:
         self._exact += FOLLOWS * (LEANS * cpu / (cpu + link) - self._exact)
         self.share = _in_units(self._exact)
 
+
+# A card's launches are captured at the start. Those that share with the CPU cost a model that has a
+# slot for each expert time in each layer, for nothing, so they are not captured where all fit.
+NO_POOL_YET = (
+    "experts have lost their slots, and the CPU computes none of them: when the model was opened "
+    "there was a slot for each; to share with the CPU, open it with fewer (--expert-cache)"
+)
 
 Parts = Sequence[Mapping[str, ExpertPart]]  # of each layer, by the names of `EXPERT_PARTS`
 

@@ -101,6 +101,7 @@ class DeviceSteps:
         self._trace, self._told = trace, told
         self._pool_state = pool_state
         self._pool: DevicePool | None = None  # not before the experts are loaded
+        self._lacks_pool: Callable[[], None] | None = None
         wanted = [programs.body, programs.head, programs.choice]
         if backend.chooses_tokens:
             wanted.append(programs.window)
@@ -143,6 +144,10 @@ class DeviceSteps:
     def use_pool(self, pool: DevicePool) -> None:
         """Leave missed experts to the CPU from now on; whoever calls closes the pool."""
         self._pool = pool
+
+    def lack_pool(self, tell: Callable[[], None]) -> None:
+        """Call `tell`, once, when a window begins and there are fewer slots than experts."""
+        self._lacks_pool = tell
 
     def step(self, rows: Sequence[Row]) -> Floats:
         try:
@@ -194,6 +199,8 @@ class DeviceSteps:
                 if ahead is not None:
                     self._repeatable = None
                     self._uncount(len(ahead.sequences))
+                    if self._pool is not None:
+                        self._pool.dropped(self._pool_words())
                 self._filling.find()
             finally:
                 if ahead is not None:
@@ -280,7 +287,7 @@ class DeviceSteps:
         self._filling.landed(landed.addresses)
         if self._moves is not None:  # nothing is in flight
             moves, self._moves = self._moves, None
-            self._residency.carry_out(moves)
+            self._residency.carry_out(moves, is_late=True)
             self._begin_ahead(windows, now, ahead, 0)
         self._follow(landed, len(rows), was_complete=was_complete)
         if self._told is not None:
@@ -356,6 +363,9 @@ class DeviceSteps:
         if self._pool is not None:
             self._pool.awake()
             self._filling.cpu_share = self._pool.share
+        elif self._lacks_pool is not None and self._arena.usable_slots < self._arena.use.size:
+            tell, self._lacks_pool = self._lacks_pool, None
+            tell()
         return self._filling.begin()
 
     def _rest(self) -> None:
@@ -466,9 +476,7 @@ class DeviceSteps:
         self._backend.wait()
         if reader is self._few and self._pool is not None:
             self._rest()
-            words = np.empty(WORDS, np.int64)
-            self._backend.fetch(self._pool_state, words)
-            self._pool.landed(words)
+            self._pool.landed(self._pool_words())
         was_complete = self._arena.is_complete
         if streaming is not None:
             used = self._arena.use - used_before
@@ -515,6 +523,12 @@ class DeviceSteps:
         missing = self._arena.expert_tier == Tier.IN_PLACE
         return streaming is not None and not np.any(missing & ~streaming.coming)
 
+    def _pool_words(self) -> npt.NDArray[np.int64]:
+        """Fetch what the device remembers of the experts that the CPU computes."""
+        words = np.empty(WORDS, np.int64)
+        self._backend.fetch(self._pool_state, words)
+        return words
+
     def _break_off(self, before: Mapping[int, int]) -> None:
         """End what is in flight after an error, and forget the cells behind these lengths.
 
@@ -524,6 +538,8 @@ class DeviceSteps:
         try:
             self._backend.wait()  # what was begun may still use what is moved or freed next
             self._has_flown = False
+            if self._pool is not None:
+                self._pool.dropped(self._pool_words())
             self._filling.find_after_failure()
         except StrataError:  # what failed first is what is told
             self._filling.lose()

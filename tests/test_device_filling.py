@@ -91,6 +91,18 @@ def test_policies_that_keep_what_they_have_fill_free_slots_only(
             assert (model_of(engine).report().inserted > slots) == (adapt == "swap")
 
 
+@pytest.mark.parametrize("adapt", ["insert", "swap", "off"])
+def test_missed_bytes_are_those_of_the_experts_that_found_no_slot(small: Path, adapt: str) -> None:
+    """Where a policy swaps, experts move behind a window that is not counted yet."""
+    every = 2 if adapt == "swap" else None
+    with filling(small, adapt=adapt, adapt_every=every) as engine:
+        write(begun(engine), LENGTH)
+        sizes, missed = model_of(engine).arena.layout.blob_bytes, device_of(engine).missed
+        assert engine.describe().misses == missed.total() > 0
+        expected = sum(sizes[layer] * count for layer, count in missed.items())
+        assert engine.describe().missed_bytes == expected
+
+
 def test_sessions_that_take_turns_and_drop_windows_see_no_difference(small: Path) -> None:
     def texts(engine: Engine) -> Sequence[list[int]]:
         sessions = [begun(engine), begun(engine)]

@@ -27,6 +27,7 @@ from strata_nb.kernels.gpu.filling import (
     COMES,
     IN_HOST_MEMORY,
     NOT_POSTED,
+    ROW_BY_CPU,
     ROW_COMES,
 )
 from strata_nb.kernels.gpu.routed import WITH_CPU
@@ -104,8 +105,8 @@ class Layer:
         came = fill_layer(self.plan[0], chosen.ravel().tolist(), after, self.homes, seen)
         assert np.array_equal(self.addresses, after)
         assert np.array_equal(self.seen, seen)
-        blobs = values["blobs"] - np.where(by_cpu, BY_CPU, 0)
-        assert not np.any(blobs & BY_CPU)
+        blobs = values["blobs"] - np.where(by_cpu, BY_CPU, 0) - ROW_BY_CPU * by_cpu.any()
+        assert not np.any(blobs & (BY_CPU | ROW_BY_CPU))
         assert np.all(values["sources"][by_cpu] == NOT_POSTED)
         sources = np.where(by_cpu, BEYOND, values["sources"])
         self.check_words(chosen, came, before, after, blobs, sources)

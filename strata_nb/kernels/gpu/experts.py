@@ -29,6 +29,7 @@ from strata_nb.kernels.gpu.filling import (
     BY_CPU,
     COMES,
     IN_HOST_MEMORY,
+    ROW_BY_CPU,
     ROW_COMES,
     bringer,
     row_bringer,
@@ -86,7 +87,22 @@ def expert_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs
         raise ValueError(f"gate and up of types {gate.name} and {up.name} take no common rows")
     if gate in UNPACKED:
         return _float_gate_up(gate, up, values % EIGHT == 0)
-    return _packed_gate_up(gate, up, values // SUB_BLOCK, outputs % GROUP_ROWS == 0)
+    return _packed_gate_up(gate, up, values // SUB_BLOCK, outputs % GROUP_ROWS == 0, None)
+
+
+def leaving_gate_up_kernel(
+    gate: TensorType, up: TensorType, values: int, outputs: int, leaves: Function
+) -> GpuKernel:
+    """Return a kernel: `expert_gate_up` of packed weights, whose blocks ask whether they leave.
+
+    It has the arguments of `expert_gate_up`, then `chosen shares layer box state`.
+
+    leaves   device function that all threads of a block call behind the wait for the choice; the
+             block has nothing else to do where it returns true:
+             leaves(word, blobs, sources, x, row_bytes, top_k, chosen, shares, layer, box, state,
+             choice, thread), word being that of the choice in `blobs`
+    """
+    return _packed_gate_up(gate, up, values // SUB_BLOCK, outputs % GROUP_ROWS == 0, leaves)
 
 
 def expert_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) -> GpuKernel:
@@ -157,7 +173,7 @@ def _of_shape(name: str, sub_blocks: int, is_whole: bool) -> str:
 
 _GROUPS = SUB_BLOCK // GROUP_ROWS
 PARTS = 4  # that the tiles of a row are shared by
-_GATE_UP_THREADS = WARP * _GROUPS * PARTS
+GATE_UP_THREADS = WARP * _GROUPS * PARTS
 _PART_BITS = (WARP * _GROUPS).bit_length() - 1  # of the number of a thread, below its part
 _SUMS_BYTES = 4 * SUB_BLOCK
 # What these decode does not fit 64 registers.
@@ -193,13 +209,37 @@ def _sum_of_parts(place: int) -> Any:
     return total
 
 
+def _stay(
+    word: Any,
+    blobs: int,
+    sources: int,
+    x: int,
+    row_bytes: int,
+    top_k: int,
+    chosen: int,
+    shares: int,
+    layer: int,
+    box: int,
+    state: int,
+    choice: Any,
+    thread: Any,
+) -> Any:
+    """Return that a block does not leave."""
+    return False
+
+
 @cache
 def _packed_gate_up(
-    gate_kind: TensorType, up_kind: TensorType, sub_blocks: int, is_whole: bool
+    gate_kind: TensorType,
+    up_kind: TensorType,
+    sub_blocks: int,
+    is_whole: bool,
+    leaves: Function | None,
 ) -> GpuKernel:
     """Return the kernel of packed weights: four groups of outputs, whose sums have four parts.
 
     is_whole   the last group has eight rows too
+    leaves     of `leaving_gate_up_kernel`; None: the kernel is `expert_gate_up`
 
     Reads gate and up once for each choice, and its row, 1.5 bytes a value, for each group.
     """
@@ -208,19 +248,21 @@ def _packed_gate_up(
     up_table = gate_table if is_one_type else gate_table + table_bytes(gate_kind)
     read_gate, add_gate = _tile_of(gate_kind, sub_blocks, gate_table)
     read_up, add_up = _tile_of(up_kind, sub_blocks, up_table)
-    fill_gate = table_filler(gate_kind, gate_table, _GATE_UP_THREADS)
-    fill_up = table_filler(up_kind, up_table, _GATE_UP_THREADS)
+    fill_gate = table_filler(gate_kind, gate_table, GATE_UP_THREADS)
+    fill_up = table_filler(up_kind, up_table, GATE_UP_THREADS)
     gate_bytes = row_bytes_of(gate_kind)(sub_blocks)
     up_bytes = row_bytes_of(up_kind)(sub_blocks)
-    bring_gate = bringer(_in_sixteens(gate_bytes), _GATE_UP_THREADS)
-    bring_up = bringer(_in_sixteens(up_bytes), _GATE_UP_THREADS)
+    bring_gate = bringer(_in_sixteens(gate_bytes), GATE_UP_THREADS)
+    bring_up = bringer(_in_sixteens(up_bytes), GATE_UP_THREADS)
     tiles = tiles_of(sub_blocks)
     kinds = {gate_kind, up_kind}
     are_kept = not kinds & (_WIDE | _LARGE)
     # A loop of a known number of turns has fewer instructions, and takes more registers.
     are_two = tiles == 2 * PARTS and TensorType.Q8_0 not in kinds
+    may_leave = leaves is not None
+    leave = leaves or _stay
 
-    def expert_gate_up(
+    def gate_up(
         rows: int,
         blobs: int,
         sources: int,
@@ -233,6 +275,11 @@ def _packed_gate_up(
         values: int,
         outputs: int,
         row_bytes: int,
+        chosen: int,
+        shares: int,
+        layer: int,
+        box: int,
+        state: int,
     ) -> None:
         in_row, block = i64(block_y()), SUB_BLOCK * i64(block_z())
         thread = i64(thread_index())
@@ -254,6 +301,22 @@ def _packed_gate_up(
         if in_row >= here:
             return
         word = load_i64(blobs + 8 * choice)
+        if may_leave and leave(
+            word,
+            blobs,
+            sources,
+            x,
+            row_bytes,
+            top_k,
+            chosen,
+            shares,
+            layer,
+            box,
+            state,
+            choice,
+            thread,
+        ):
+            return
         if word & COMES != 0:
             of_block = min(outputs - block, SUB_BLOCK)
             before_gate, before_up = gate_offset + block * gate_bytes, up_offset + block * up_bytes
@@ -284,14 +347,48 @@ def _packed_gate_up(
             up = _sum_of_parts(4 * lane + _SUMS_BYTES * PARTS)
             _finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
+    def expert_gate_up(
+        rows: int,
+        blobs: int,
+        sources: int,
+        x: int,
+        inner: int,
+        packed: int,
+        gate_offset: int,
+        up_offset: int,
+        top_k: int,
+        values: int,
+        outputs: int,
+        row_bytes: int,
+    ) -> None:
+        gate_up(
+            rows,
+            blobs,
+            sources,
+            x,
+            inner,
+            packed,
+            gate_offset,
+            up_offset,
+            top_k,
+            values,
+            outputs,
+            row_bytes,
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
+
     name = _of_shape(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", sub_blocks, is_whole)
     # Two blocks of a multiprocessor, so that all blocks of a row run at once on a large card.
     registers = MOST_REGISTERS if {gate_kind, up_kind} & _WIDE else 64
     shared_bytes = up_table + table_bytes(up_kind)
     return GpuKernel(
         name,
-        expert_gate_up,
-        _GATE_UP_THREADS,
+        gate_up if may_leave else expert_gate_up,
+        GATE_UP_THREADS,
         _gate_up_grid,
         lambda _: shared_bytes,
         registers,
@@ -429,7 +526,8 @@ def _packed_down(
 
     def list_choice(blobs: int, choice: int, share: Any) -> None:
         """Write a choice and its share among those that are not passed over, if it is one."""
-        place, k = 0, 0
+        passes = load_i64(blobs) & ROW_BY_CPU != 0
+        place, k = 0 if passes else choice, 0 if passes else choice
         while k < choice:
             place += 1 if load_i64(blobs + 8 * k) & BY_CPU == 0 else 0
             k += 1
@@ -439,7 +537,8 @@ def _packed_down(
 
     def number_left(blobs: int) -> Any:
         """Return how many choices are not passed over."""
-        left, k = 0, 0
+        passes = load_i64(blobs) & ROW_BY_CPU != 0
+        left, k = 0 if passes else top_k, 0 if passes else top_k
         while k < top_k:
             left += 1 if load_i64(blobs + 8 * k) & BY_CPU == 0 else 0
             k += 1
