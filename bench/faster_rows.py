@@ -2,7 +2,7 @@
 
 All are of Q4_K, without biases. Those that change no order of sums have the bits of ours:
 
-    kept      the residual is asked for with the row; ours loads it when its sum is there
+    kept      the residual is asked for while tiles are multiplied, ours when its sum is there
     before    the residual is loaded before the wait: it was written two launches ago or earlier
     decoded   scales and minima are decoded before the wait, as integers and floats
     narrow    `before` in so few registers that blocks find room beside those of the launch in front
@@ -44,6 +44,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     load_f32,
     load_i64,
     once_i32,
+    once_i64,
     prefetch,
     shared_load_f32,
     shared_store_f32,
@@ -104,11 +105,6 @@ WAYS = (
 # -- tiles of Q4_K, in three steps -----------------------------------------------------------------
 
 
-def _once(x: Any) -> Any:
-    """Return a float that is computed here."""
-    return f32_of_bits(once_i32(bits_of_f32(x)))
-
-
 def _decoded(words: Any, quarter: int) -> Any:
     """Return a lane's quants, and what its two sub-blocks are multiplied by: two steps, their
     scale, two minima."""
@@ -126,11 +122,10 @@ def _decoded(words: Any, quarter: int) -> Any:
     )
 
 
-def _decoded_here(words: Any, quarter: int) -> Any:
-    """Return the same, computed where this stands."""
-    found = _decoded(words, quarter)
-    scaled = once_i32(found[8]), once_i32(found[9])
-    return *found[:8], *scaled, _once(found[10]), _once(found[11]), _once(found[12])
+def _bits(decoded: Any) -> Any:
+    """Return a word that is there when all is decoded."""
+    a, b, scale, least, other_least = decoded[8:]
+    return a ^ b ^ bits_of_f32(scale) ^ bits_of_f32(least) ^ bits_of_f32(other_least)
 
 
 def _row_words(x: int, sub_blocks: int, quarter: int, tile: int) -> Any:
@@ -178,8 +173,8 @@ def _group_of(sub_blocks: int, way: Way) -> tuple[Function, int]:
     if warps * way.tiles != tiles or sub_blocks % 8:
         raise ValueError(f"{way.name}: {tiles} tiles do not go to warps of {way.tiles} each")
     read = tile_product(KIND, sub_blocks, 0).read
-    ahead, behind = (_decoded_here, _unchanged) if way.decodes else (_unchanged, _decoded)
-    is_before, are_two = way.residual == "before", way.tiles == 2
+    ahead, behind = (_decoded, _unchanged) if way.decodes else (_unchanged, _decoded)
+    decodes, is_before, are_two = way.decodes, way.residual == "before", way.tiles == 2
 
     def group_of(rows: int, x: int, weight: int, y: int, plus: int, number: int) -> None:
         thread, first = i64(thread_index()), GROUP_ROWS * number
@@ -191,13 +186,13 @@ def _group_of(sub_blocks: int, way: Way) -> tuple[Function, int]:
         other_words = read(group, GROUP_ROWS, row, quarter, other)
         there = f32(0.0)
         if is_before and plus != 0:
-            there = load_f32(place)
-        if is_before:
-            there = _once(there)
+            there = f32_of_bits(once_i32(bits_of_f32(load_f32(place))))
         ones, others = ahead(words, quarter), ahead(other_words, quarter)
+        if decodes:  # else it is done behind the wait
+            hold(i32(_bits(ones) ^ _bits(others)))
         await_previous()
-        if not is_before and plus != 0:
-            there = _once(load_f32(place))  # without it the load is moved to its use
+        if not is_before:
+            there = load_f32(place)  # whether it is wanted or not: else it is moved to its use
         count = load_i64(rows)
         of_tile = _row_words(x, sub_blocks, quarter, tile)
         of_other = _row_words(x, sub_blocks, quarter, other)
@@ -379,18 +374,16 @@ def normed_kernel(width: int, groups: int) -> GpuKernel:
 
 
 @cache
-def down_at_once(values: int, decodes: bool, asks: bool, registers: int) -> GpuKernel:
+def down_at_once(values: int, asks: bool, registers: int) -> GpuKernel:
     """Return `expert_down` of one row with EXPERTS experts of DOWN_TILES tiles, a warp each.
 
-    decodes   scales are decoded before the wait
-    asks      weights are asked for in runs as well
+    asks   weights are asked for in runs as well
     """
     sub_blocks, of_row = values // SUB_BLOCK, row_bytes(KIND, values)
     if tiles_of(sub_blocks) != DOWN_TILES or sub_blocks % 8:
         raise ValueError(f"an expert of {values} values has no {DOWN_TILES} tiles")
     read = with_loads(tile_product(KIND, sub_blocks, 0).read)
     bring = row_bringer(GROUP_ROWS * of_row % 16 == 0, WARP * EXPERTS)
-    ahead, behind = (_decoded_here, _unchanged) if decodes else (_unchanged, _decoded)
     shares_at = 4 * GROUP_ROWS * EXPERTS
 
     def expert_down(
@@ -410,7 +403,7 @@ def down_at_once(values: int, decodes: bool, asks: bool, registers: int) -> GpuK
         row, quarter = lane & GROUP_ROWS - 1, lane >> 3
         group, place = down_offset + first * of_row, y + 4 * (first + (thread & GROUP_ROWS - 1))
         here, leading = load_i64(rows), load_i64(blobs)
-        word = load_i64(blobs + 8 * warp)
+        word = once_i64(load_i64(blobs + 8 * warp))  # else it is loaded behind the branch
         if asks and lane == 0 and word & (IN_HOST_MEMORY | COMES) == 0:
             prefetch((word & ADDRESS) + group, i32(GROUP_ROWS * of_row))
         share, before = load_f32(shares + 4 * (lane & EXPERTS - 1)), load_f32(place)
@@ -426,16 +419,15 @@ def down_at_once(values: int, decodes: bool, asks: bool, registers: int) -> GpuK
         last_words = read(group, GROUP_ROWS, row, quarter, 2)
         if thread < EXPERTS:
             shared_store_f32(shares_at + 4 * thread, share)
-        ones, others = ahead(words, quarter), ahead(next_words, quarter)
-        thirds, x = ahead(last_words, quarter), inner + SUB_BLOCK_BYTES * sub_blocks * warp
+        x = inner + SUB_BLOCK_BYTES * sub_blocks * warp
         if is_ahead:
             await_previous()
         of_first = _row_words(x, sub_blocks, quarter, 0)
         of_second = _row_words(x, sub_blocks, quarter, 1)
         of_third = _row_words(x, sub_blocks, quarter, 2)
-        total = _multiplied(f32(0.0), behind(ones, quarter), of_first)
-        total = _multiplied(total, behind(others, quarter), of_second)
-        total = row_sum(_multiplied(total, behind(thirds, quarter), of_third))
+        total = _multiplied(f32(0.0), _decoded(words, quarter), of_first)
+        total = _multiplied(total, _decoded(next_words, quarter), of_second)
+        total = row_sum(_multiplied(total, _decoded(last_words, quarter), of_third))
         if lane < GROUP_ROWS:
             shared_store_f32(4 * (GROUP_ROWS * warp + lane), total)
         barrier()
@@ -447,9 +439,8 @@ def down_at_once(values: int, decodes: bool, asks: bool, registers: int) -> GpuK
                 k += 1
             store_f32(place, before + total)
 
-    marks = f"{'_decoded' if decodes else ''}{'_asked' if asks else ''}"
     return GpuKernel(
-        f"try_down_{values}{marks}_{registers}",
+        f"try_down_{values}{'_asked' if asks else ''}_{registers}",
         expert_down,
         WARP * EXPERTS,
         lambda given, rows: (rows, given["outputs"] >> 3, 1),

@@ -115,28 +115,20 @@ class Trial(NamedTuple):
 def trials(shape: Shape) -> list[Trial]:
     """Return all trials: ours first."""
     ways = {way.name: way for way in WAYS}
-    at_once = down_at_once(shape.inner, False, False, 128)
+    at_once = down_at_once(shape.inner, False, 128)
     return [
         Trial("ours"),
         *(Trial(f"attn_output {way.name}", attn_output=way) for way in WAYS),
         Trial("qkv kept", qkv=ways["kept"]),
         Trial("qkv decoded", qkv=ways["decoded"]),
         Trial("down at once", down=at_once),
-        Trial("down at once, asked", down=down_at_once(shape.inner, False, True, 128)),
-        Trial("down at once, decoded", down=down_at_once(shape.inner, True, False, 128)),
-        Trial("down at once, 80", down=down_at_once(shape.inner, False, False, 80)),
+        Trial("down at once, asked", down=down_at_once(shape.inner, True, 128)),
+        Trial("down at once, 80", down=down_at_once(shape.inner, False, 80)),
         Trial("normed by 4", groups=4, norms_last=False),
         Trial("normed by 5", groups=5, norms_last=False),
         Trial("normed by 2", groups=2, norms_last=False),
         Trial("together", attn_output=ways["before"], down=at_once, groups=5, norms_last=False),
-        Trial(
-            "together decoded",
-            ways["decoded"],
-            None,
-            down_at_once(shape.inner, True, False, 128),
-            5,
-            False,
-        ),
+        Trial("together, decoded", ways["decoded"], ways["decoded"], at_once, 5, False),
     ]
 
 

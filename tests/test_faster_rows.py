@@ -69,9 +69,9 @@ def test_a_trial_has_the_bits_of_our_kernels(
 
 def test_kernels_that_are_tried_fit_their_registers() -> None:
     shape = Shape()
-    of = dict.fromkeys((*shape.parts, "blobs"), 0)
-    at = dict.fromkeys(sizes_of(shape), 0)
-    launches = [one for trial in trials(shape) for one in chain_of(shape, trial, at, [of])]
+    of, at = dict.fromkeys((*shape.parts, "blobs"), 0), dict.fromkeys(sizes_of(shape), 0)
+    launches = [one for trial in trials(shape)[-1:] for one in chain_of(shape, trial, at, [of])]
     kernels = {one.kernel.name: one for one in launches if one.kernel.name.startswith("try_")}
+    assert len(kernels) == len(("normed", "row", "down"))
     for one in kernels.values():
         assert cubin_of(one.kernel, one.kinds, "sm_90").spill_bytes == 0, one.kernel.name
