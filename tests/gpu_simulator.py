@@ -396,7 +396,6 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "once_i32": lambda x: x,
     "once_i64": lambda x: x,
     "as_one": lambda address: address,
-    "early": lambda number: number,
     "shifted_down": _shifted_down,
     "f32_of_i32": np.float32,
     "f32": np.float32,

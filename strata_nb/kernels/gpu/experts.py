@@ -42,7 +42,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     block_x,
     block_y,
     block_z,
-    early,
     f32,
     fma,
     i32,
@@ -50,6 +49,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     keep,
     load_f32,
     load_i64,
+    once_i64,
     prefetch,
     shared_load_f32,
     shared_load_i32,
@@ -237,15 +237,15 @@ def _packed_gate_up(
         in_row, block = i64(block_y()), SUB_BLOCK * i64(block_z())
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
-        number, part = warp & _GROUPS - 1, early(thread >> _PART_BITS)
+        number, part = warp & _GROUPS - 1, once_i64(thread >> _PART_BITS)
         # A group behind the last is the last again, and its sums are of no output.
         first = min(block + GROUP_ROWS * number, outputs - 1 & -GROUP_ROWS)
         rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
-        row, quarter = lane & GROUP_ROWS - 1, early(lane >> 3)
-        row = early(row if is_whole else min(row, rows_here - 1))
-        gate_at = early(gate_offset + first * gate_bytes)
-        up_at = early(up_offset + first * up_bytes)
-        of_row, choice = early(x + row_bytes * in_row), in_row * top_k + block_x()
+        row, quarter = lane & GROUP_ROWS - 1, once_i64(lane >> 3)
+        row = once_i64(row if is_whole else min(row, rows_here - 1))
+        gate_at = once_i64(gate_offset + first * gate_bytes)
+        up_at = once_i64(up_offset + first * up_bytes)
+        of_row, choice = once_i64(x + row_bytes * in_row), in_row * top_k + block_x()
         here = load_i64(rows)
         fill_gate(thread)
         if not is_one_type:

@@ -414,20 +414,19 @@ hold = Intrinsic(
 )
 
 
-def _nvidia_early(builder: Any, arguments: list[Any]) -> Any:
-    ir = _ir()
-    word = ir.IntType(64)
-    code = ir.InlineAsm(ir.FunctionType(word, [word]), "mov.b64 $0, $1;", "=l,l", True)
-    return builder.call(code, arguments)
-
-
 def _same(_: Any, arguments: list[Any]) -> Any:
     return arguments[0]
 
 
-# The same number, computed where this stands: a compiler moves it to where it is used otherwise,
-# behind a wait in which there is time for it.
-early = Intrinsic("early", "i64(i64)", ptx=_nvidia_early, amdgpu=_same)
+# The same number, computed where this stands and once: a compiler moves it to where it is used
+# otherwise, behind a wait in which there is time for it, or computes it again in each turn of a
+# loop. LLVM moves no load over it.
+once_i32 = Intrinsic(
+    "once_i32", "i32(i32)", ptx=("mov.b32 $0, $1;", "=r,r,~{memory}"), amdgpu=_same
+)
+once_i64 = Intrinsic(
+    "once_i64", "i64(i64)", ptx=("mov.b64 $0, $1;", "=l,l,~{memory}"), amdgpu=_same
+)
 
 # Loads in front of it stay there: without it a compiler that saves registers asks for some of them
 # when others have come. All lanes of a warp meet.
@@ -490,15 +489,6 @@ nanoseconds = Intrinsic(
     "i64()",
     ptx=("mov.u64 $0, %globaltimer;", "=l,~{memory}"),
     amdgpu=_amd_nanoseconds,
-)
-
-
-# A value that is computed here once: compilers compute what is cheap again where a loop uses it.
-once_i32 = Intrinsic(
-    "once_i32", "i32(i32)", ptx=("mov.b32 $0, $1;", "=r,r,~{memory}"), amdgpu=_same
-)
-once_i64 = Intrinsic(
-    "once_i64", "i64(i64)", ptx=("mov.b64 $0, $1;", "=l,l,~{memory}"), amdgpu=_same
 )
 
 
