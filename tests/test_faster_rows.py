@@ -27,27 +27,41 @@ def of_few_outputs(one: CardLaunch) -> CardLaunch:
     return one._replace(arguments={**one.arguments, **few})
 
 
+class Layer:
+    """Hold arrays of a layer and the launches of a trial by what they are for, norms aside."""
+
+    def __init__(self, trial: Trial) -> None:
+        sizes, shape = sizes_of(SMALL), SMALL
+        self.arrays = {name: aligned(np.zeros(size, np.uint8)) for name, size in sizes.items()}
+        for name, array in contents(shape).items():
+            self.arrays[name][:] = array.view(np.uint8)
+        queries, inner = normal(1, shape.queries, seed=1), normal(EXPERTS, shape.inner, seed=2)
+        self.arrays["packed_queries"][:] = plain.quantised(queries).ravel()
+        self.arrays["packed_inner"][:] = plain.quantised(inner).ravel()
+        weights = {part: aligned(weights_of(shape, part)) for part in shape.parts}
+        blob = aligned(np.concatenate([weights[part] for part in ("gate", "up", "down")]))
+        blobs = aligned(np.full(EXPERTS, blob.ctypes.data))
+        of = {part: int(array.ctypes.data) for part, array in weights.items()}
+        of["blobs"] = int(blobs.ctypes.data)
+        at = {name: int(array.ctypes.data) for name, array in self.arrays.items()}
+        self._written = [array for name, array in self.arrays.items() if name not in READ]
+        self._read = [*(self.arrays[name] for name in READ), *weights.values(), blob, blobs]
+        launches = chain_of(shape, trial._replace(norms_last=False), at, [of])
+        self._launches = {one.label.rpartition(".")[2]: one for one in launches}
+
+    def run(self, *labels: str) -> None:
+        """Run launches one after the other, which overlap as on a card."""
+        memory = gpu_simulator.Memory(self._written, self._read)
+        for label in labels:
+            simulate(of_few_outputs(self._launches[label]), 1, memory)
+
+
 def results(trial: Trial) -> dict[str, NDArray[np.float32]]:
     """Run what trials are for, behind the norm of the row; return what came to be."""
-    arrays = {name: aligned(np.zeros(size, np.uint8)) for name, size in sizes_of(SMALL).items()}
-    for name, array in contents(SMALL).items():
-        arrays[name][:] = array.view(np.uint8)
-    arrays["packed_queries"][:] = plain.quantised(normal(1, SMALL.queries, seed=1)).ravel()
-    arrays["packed_inner"][:] = plain.quantised(normal(EXPERTS, SMALL.inner, seed=2)).ravel()
-    weights = {part: aligned(weights_of(SMALL, part)) for part in SMALL.parts}
-    blob = aligned(np.concatenate([weights[part] for part in ("gate", "up", "down")]))
-    blobs = aligned(np.full(EXPERTS, blob.ctypes.data))
-    of = {part: int(array.ctypes.data) for part, array in weights.items()}
-    of["blobs"] = int(blobs.ctypes.data)
-    at = {name: int(array.ctypes.data) for name, array in arrays.items()}
-    written = [array for name, array in arrays.items() if name not in READ]
-    read = [*(arrays[name] for name in READ), *weights.values(), blob, blobs]
-    norm, *launches = chain_of(SMALL, trial._replace(norms_last=False), at, [of])
-    for one in (norm, *launches):
-        if one is norm or one.label.rpartition(".")[2] in TRIED:
-            # What is left out between them is no launch in front: each has memory at rest.
-            simulate(of_few_outputs(one), 1, gpu_simulator.Memory(written, read))
-    return {name: arrays[name].view(np.float32) for name in RESULTS}
+    layer = Layer(trial)
+    for label in ("norm", *TRIED):  # what is left out between them would be in front
+        layer.run(label)
+    return {name: layer.arrays[name].view(np.float32) for name in RESULTS}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +79,13 @@ def test_a_trial_has_the_bits_of_our_kernels(
         return
     for name in RESULTS:
         assert same_bits(found[name], ours[name]), name
+
+
+def test_a_residual_loaded_before_the_wait_was_written_two_launches_ago_or_earlier() -> None:
+    together = next(one for one in trials(SMALL) if one.name == "together")
+    Layer(together).run("down", "qkv", "quantise", "attn_output")
+    with pytest.raises(gpu_simulator.KernelFault, match="launch in front"):
+        Layer(together).run("down", "attn_output")
 
 
 def test_kernels_that_are_tried_fit_their_registers() -> None:
