@@ -7,6 +7,7 @@ All are of Q4_K, without biases. Those that change no order of sums have the bit
     decoded   scales and minima are decoded before the wait, as integers and floats
     narrow    `before` in so few registers that blocks find room beside those of the launch in front
     short     sixteen warps have a tile each: fewer instructions in a row, other bits
+    floor     `before` that reads no weights: what is left of the time without them, no product
 
     at once   `expert_down`: all words that lead to its weights are loaded together, one branch
     normed    three products of a row that each block norms itself: none waits for a last block
@@ -84,6 +85,7 @@ class Way(NamedTuple):
     residual   what it adds to is loaded: "with the row" or "before" the wait
     decodes    scales are decoded before the wait
     tiles      of a warp; other than two: other bits
+    reads      weights; else their words are any
     """
 
     name: str
@@ -91,6 +93,11 @@ class Way(NamedTuple):
     decodes: bool = False
     registers: int = MOST_REGISTERS
     tiles: int = 2
+    reads: bool = True
+
+    @property
+    def has_our_bits(self) -> bool:
+        return self.reads and self.tiles == 2
 
 
 WAYS = (
@@ -99,6 +106,7 @@ WAYS = (
     Way("decoded", "before", decodes=True),
     Way("narrow", "before", registers=64),
     Way("short", "before", registers=64, tiles=1),
+    Way("floor", "before", reads=False),
 )
 
 
@@ -158,6 +166,12 @@ def _multiplied(total: Any, weights: Any, row: Any) -> Any:
     return fma(-other_least, f32_of_i32(other_sum) * other_scale, total)
 
 
+def _unread(_group: int, _rows: int, row: int, quarter: int, tile: int) -> Any:
+    """Return words of no weights, as many as `tiles.py` reads of a tile."""
+    a, b, c, d = i32(row), i32(quarter), i32(tile), i32(row + tile)
+    return a, b, c, d, b, c, d, a, c, d, a, b
+
+
 def _unchanged(words: Any, _: int) -> Any:
     return words
 
@@ -172,7 +186,7 @@ def _group_of(sub_blocks: int, way: Way) -> tuple[Function, int]:
     warps, of_row = tiles // way.tiles, row_bytes(KIND, SUB_BLOCK * sub_blocks)
     if warps * way.tiles != tiles or sub_blocks % 8:
         raise ValueError(f"{way.name}: {tiles} tiles do not go to warps of {way.tiles} each")
-    read = tile_product(KIND, sub_blocks, 0).read
+    read = tile_product(KIND, sub_blocks, 0).read if way.reads else _unread
     ahead, behind = (_decoded, _unchanged) if way.decodes else (_unchanged, _decoded)
     decodes, is_before, are_two = way.decodes, way.residual == "before", way.tiles == 2
 

@@ -74,7 +74,10 @@ def test_a_trial_has_the_bits_of_our_kernels(
     trial: Trial, ours: dict[str, NDArray[np.float32]]
 ) -> None:
     found = results(trial)
-    if trial.attn_output is not None and trial.attn_output.tiles != 2:
+    if trial.attn_output is not None and not trial.attn_output.reads:
+        assert np.all(np.isfinite(found["x"]))
+        return
+    if trial.attn_output is not None and not trial.attn_output.has_our_bits:
         np.testing.assert_allclose(found["x"], ours["x"], rtol=1e-3, atol=1e-3)
         return
     for name in RESULTS:
