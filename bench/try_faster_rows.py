@@ -54,7 +54,7 @@ from random_blocks import random_blocks  # noqa: E402
 from strata_nb import backend, cpu  # noqa: E402
 from strata_nb.card_backend import CardBackend  # noqa: E402
 from strata_nb.card_profile import profile_window  # noqa: E402
-from strata_nb.errors import UnsupportedDevice  # noqa: E402
+from strata_nb.errors import StrataError, UnsupportedDevice  # noqa: E402
 from strata_nb.formats import block_layout, row_bytes  # noqa: E402
 from strata_nb.kernels.gpu.card_launch import CardLaunch  # noqa: E402
 from strata_nb.kernels.gpu.compile import cubin_of  # noqa: E402
@@ -323,7 +323,7 @@ class Chain:
             found.append(array)
         together = np.concatenate(found)
         if not np.all(np.isfinite(together)) or not np.any(together):
-            raise SystemExit("a chain does not end with numbers")
+            raise StrataError("a chain does not end with numbers")
         return together.view(np.uint32)
 
 
