@@ -187,7 +187,7 @@ class Bench:
             kv_grow=False,  # memory that moves brings experts
             expert_profile=profile,
             force_routes=self._files[routes],
-            cpu_pool=self._pcie_frac != 1,
+            cpu_pool=self._pcie_frac != 1 or not self._device.startswith("cuda"),
             pcie_frac="auto" if self._pcie_frac == 1 else self._pcie_frac,
         )
         with Engine.open(options) as engine:

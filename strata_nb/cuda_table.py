@@ -346,7 +346,7 @@ class LibraryTable:
         except OSError as error:
             raise UnsupportedDevice(
                 f"no NVIDIA driver: {error}",
-                hint="install NVIDIA's driver, or use --device host",
+                hint="install NVIDIA's driver for CUDA 13.0 or newer, or use --device host",
             ) from error
 
     def __getattr__(self, name: str) -> Callable[..., int]:

@@ -191,8 +191,8 @@ class Engine:
             raise _nothing_overlaps(REFERENCE)
         if not options.prefill_borrow:
             raise _nothing_borrows(REFERENCE)
-        if options.pcie_frac != "auto":
-            raise _nothing_pools(REFERENCE)
+        if (of_pool := _pool_flag(options)) is not None:
+            raise _nothing_pools(of_pool, REFERENCE)
         if options.deterministic:
             raise ConfigError(
                 "--deterministic: the products of the reference device are numpy's, whose rounding "
@@ -251,8 +251,8 @@ class Engine:
             backend.overlaps = False
         if not options.prefill_borrow and not backend.batches_apart:
             raise _nothing_borrows(self.device)
-        if options.pcie_frac != "auto" and not backend.pools:
-            raise _nothing_pools(self.device)
+        if (of_pool := _pool_flag(options)) is not None and not backend.pools:
+            raise _nothing_pools(of_pool, self.device)
         if options.prefill == "auto":
             self.prefill_rows = min(backend.usual_rows(options.vram_limit), self.ctx_size)
         self.warnings += backend.warnings
@@ -520,9 +520,16 @@ def _nothing_borrows(device: str) -> ConfigError:
     )
 
 
-def _nothing_pools(device: str) -> ConfigError:
+def _pool_flag(options: Options) -> str | None:
+    """Return what says something of experts that the CPU computes beside a card; None: nothing."""
+    if options.pcie_frac != "auto":
+        return "--pcie-frac"
+    return None if options.cpu_pool else "--no-cpu-pool"
+
+
+def _nothing_pools(flag: str, device: str) -> ConfigError:
     return ConfigError(
-        f"--pcie-frac: the device {device} shares no experts with the CPU",
+        f"{flag}: the device {device} shares no experts with the CPU",
         hint="leave it out, or use a card: --device cuda",
     )
 

@@ -186,7 +186,9 @@ class Options:
         if self.threads is not None:
             _check_integer("--threads", self.threads, 1, 1024, "a number from 1 to 1024")
         if self.prefill != "auto":
-            _check_integer("--prefill", self.prefill, 1, 65536, "a number of rows, or auto")
+            _check_integer(
+                "--prefill", self.prefill, 1, 65536, "a number of rows up to 65536, or auto"
+            )
         if self.vram_reserve_mib is not None:
             _check_integer(
                 "--vram-reserve-mib",
@@ -217,6 +219,12 @@ class Options:
                 raise _refuse(flag, value, "as True or False")
         if self.pcie_frac != "auto":
             _check_real("--pcie-frac", self.pcie_frac, 0.0, 1.0, "a number from 0 to 1, or auto")
+            if self.pcie_frac != 1 and (self.deterministic or not self.cpu_pool):
+                other = "--deterministic" if self.deterministic else "--no-cpu-pool"
+                raise ConfigError(
+                    f"--pcie-frac {self.pcie_frac}: {other} leaves the CPU no experts to share",
+                    hint="leave one of them out",
+                )
         self._check_adapt()
         _check_path("--expert-profile", self.expert_profile)
         _check_path("--expert-profile-save", self.expert_profile_save)

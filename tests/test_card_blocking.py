@@ -9,7 +9,8 @@ from card_blocking import Blocked, measured
 
 from strata_nb.driver import CudaDriver
 
-# What `Ledger.grow_kv_beside`, windows ahead and the filling of slots call while a window runs.
+# What is called while a window runs (chunks by `Ledger.grow_kv_beside`, the next window, the copies
+# of a prompt's experts), and calls that only ask.
 BESIDE_A_WINDOW = {
     "mem_info",
     "event_record",

@@ -126,7 +126,7 @@ def test_without_a_driver_a_command_says_so_in_one_line(run: Console, tiny: Path
     status, line, hint = refused(run, "generate", "-m", str(tiny), "--device", "cuda", "x")
     assert status == 2
     assert line.startswith("strata_nb: --device cuda: no NVIDIA driver: libnone.so.1: ")
-    assert hint == "hint: install NVIDIA's driver, or use --device host"
+    assert hint == "hint: install NVIDIA's driver for CUDA 13.0 or newer, or use --device host"
 
 
 def test_a_program_of_its_own_says_so_too(tiny: Path) -> None:

@@ -395,6 +395,7 @@ def left_over(before: set[str]) -> set[str]:
         ("--no-overlap", "begins no kernel before another has ended"),
         ("--no-prefill-borrow", "borrows nothing for prompts"),
         ("--pcie-frac=0.5", "shares no experts with the CPU"),
+        ("--no-cpu-pool", "shares no experts with the CPU"),
     ],
 )
 def test_a_device_without_what_a_flag_turns_off_says_so(

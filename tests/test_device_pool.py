@@ -216,8 +216,8 @@ def test_a_device_that_experts_fill_without_holding_all_has_a_pool(
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"cpu_pool": False}, "--no-cpu-pool"),
-        ({"deterministic": True}, "--deterministic"),
+        ({"cpu_pool": False, "pcie_frac": "auto"}, "--no-cpu-pool"),
+        ({"deterministic": True, "pcie_frac": "auto"}, "--deterministic"),
         ({"pcie_frac": 1}, "--pcie-frac 1"),
     ],
 )

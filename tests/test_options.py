@@ -147,6 +147,16 @@ def test_the_sampling_defaults_are_those_of_llama_cpp() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("flag", "options"),
+    [("--no-cpu-pool", {"cpu_pool": False}), ("--deterministic", {"deterministic": True})],
+)
+def test_a_share_of_nothing_is_refused(flag: str, options: dict[str, bool]) -> None:
+    with pytest.raises(ConfigError, match=f"--pcie-frac 0.5: {flag} leaves the CPU no experts"):
+        Options(pcie_frac=0.5, **options)  # type: ignore[arg-type]
+    assert Options(**options).pcie_frac == "auto"  # type: ignore[arg-type]
+
+
 def test_options_leave_every_choice_to_the_engine() -> None:
     options = Options()
     assert {field.name: getattr(options, field.name) for field in fields(options)} == {
