@@ -41,6 +41,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     thread_index,
 )
 from strata_nb.kernels.gpu.operations import (
+    ARRIVED,
     GpuKernel,
     blocks_of,
     is_last,
@@ -215,7 +216,7 @@ def router_kernel(kind: TensorType, width: int, experts: int, pools: bool) -> Gp
                 total += shared_load_f32(_SUMS + 4 * (warp + other))
                 other += 1
             store_f32(logits + 4 * output, total + before if bias != 0 else total)
-        if is_last(rows, blocks, thread, place):
+        if is_last(rows + ARRIVED, blocks, thread, place):
             route_one(
                 0,
                 of_expert,
