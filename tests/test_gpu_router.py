@@ -165,6 +165,6 @@ def test_a_router_compiles_without_doubles() -> None:
     arrays = of_layer(2048, 128, 8)
     (one,) = with_routers(launches_of(arrays))
     assert isinstance(one, CardLaunch)
-    assert one.kernel is router_kernel(T.F32, 2048, 128, False)
+    assert one.kernel is router_kernel(T.F32, 2048, 128, 8, False)
     assert one.kernel.reads(one.arguments, 1) == 1 << 20
     assert ".f64" not in ptx_code(one.kernel, one.kinds)

@@ -115,7 +115,7 @@ def _router(
         return None
     given = {**second, **first, "norm_weight": first["weight"], "weight": second["weight"]}
     return CardLaunch(
-        router_kernel(kind, width, experts, pools),
+        router_kernel(kind, width, experts, last["top_k"], pools),
         f"{norm.label}, {product.label.rpartition('.')[2]}, {route.label.rpartition('.')[2]}",
         {**{name: given[name] for name, _ in _ARGUMENTS}, **last},
         (*(kind for _, kind in _ARGUMENTS), *route.kinds),
@@ -123,9 +123,9 @@ def _router(
 
 
 @cache
-def router_kernel(kind: TensorType, width: int, experts: int, pools: bool) -> GpuKernel:
+def router_kernel(kind: TensorType, width: int, experts: int, top_k: int, pools: bool) -> GpuKernel:
     """Return the kernel for a type of `FLOATS`, a row of a width that its blocks can norm, and at
-    most as many experts as they have threads; `pools` as `route_row` has it.
+    most as many experts as they have threads; the others as `route_row` has them.
 
     Its grid is experts / 8 * parts, of 256 threads. Each block reads the row and the norm's
     weights, 8 bytes a value, and its part of the router.
@@ -150,7 +150,7 @@ def router_kernel(kind: TensorType, width: int, experts: int, pools: bool) -> Gp
         if (number >> 5) % blocks == block_x():
             write_four(four, number, out, packed, width >> 5)
 
-    of_thread, route_one = expert_of(True, pools), route_row(True, pools)
+    of_thread, route_one = expert_of(True, pools), route_row(experts, top_k, True, pools)
     fetch, norm, keep_each = row_norm(width, _THREADS, keep)
     write_each = row_norm(width, _THREADS, write).each
 
@@ -184,7 +184,7 @@ def router_kernel(kind: TensorType, width: int, experts: int, pools: bool) -> Gp
         blobs: int,
         sources: int,
         _experts: int,
-        top_k: int,
+        _top_k: int,
         renormalise: int,
     ) -> None:
         thread, block = i64(thread_index()), i64(block_x())
@@ -233,14 +233,12 @@ def router_kernel(kind: TensorType, width: int, experts: int, pools: bool) -> Gp
                 shares,
                 blobs,
                 sources,
-                experts,
-                top_k,
                 renormalise,
             )
         write_each(values, thread, out, packed)  # nobody waits for it here
 
     return GpuKernel(
-        f"router_{kind.name}_{width}_{experts}{'_pool' if pools else ''}".lower(),
+        f"router_{kind.name}_{width}_{experts}_{top_k}{'_pool' if pools else ''}".lower(),
         router,
         _THREADS,
         lambda _, __: (blocks, 1, 1),

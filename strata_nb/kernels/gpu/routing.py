@@ -2,8 +2,10 @@
 
 A row has a block, and an expert a thread. Each thread counts how many experts come before its own:
 those of a larger logit, and of an equal one the lower numbers. That takes no exchange of values
-between lanes and no sorting, and logits are read four at a time from shared memory. With 128
-experts a warp has a few hundred instructions; with twice as many there are four times as many.
+between lanes and no sorting, and logits, as integers in the same order, are read four at a time
+from shared memory. With 128 experts a warp has a few hundred instructions; with twice as many there
+are four times as many. How many experts there are and how many are chosen is part of the code: it
+is run once in a while, and a card waits for code that it jumps over.
 
 Kernels of cards read the row of a choice where it is, so choices stay in the order of rows and are
 not sorted by expert. What they need of an expert is its address: `route` looks it up, and whether
@@ -48,6 +50,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     add_i64,
     await_previous,
     barrier,
+    bits_of_f32,
     block_x,
     f32,
     i32,
@@ -55,7 +58,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     load_f32,
     load_i64,
     load_u16,
-    shared_load_4xf32,
+    shared_load_4xi32,
     shared_load_f32,
     shared_load_i32,
     shared_store_f32,
@@ -76,11 +79,12 @@ from strata_nb.kernels.gpu.operations import (
 _MOST_EXPERTS = 1024  # threads of a block
 _MOST_CHOICES = 64
 _INFINITY = math.inf
+_MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
 
 # Shared memory: the sums of `block_sum`; numbers of the chosen; what the chosen raise,
 # by ascending number; the largest logit; what `filling.py` needs: the gains of the chosen,
-# who of them is missed, who may leave, and whether somebody comes; the logit of every expert, and
-# of none up to whole warps.
+# who of them is missed, who may leave, and whether somebody comes; the key of every expert, and of
+# none up to whole warps.
 _NUMBERS = 4 * WARP
 _RAISED = _NUMBERS + 4 * _MOST_CHOICES
 _MOST = _RAISED + 4 * _MOST_CHOICES
@@ -88,48 +92,48 @@ _GAINS = _MOST + 16
 _MISSED = _GAINS + 4 * _MOST_CHOICES
 _LISTS = _MISSED + 4 * _MOST_CHOICES
 _COMING = _LISTS + LISTS_BYTES
-_LOGITS = _COMING + 16
+_KEYS = _COMING + 16
 
 
 def route_bytes(threads: int) -> int:
     """Return how much shared memory `route_row` has for a block of so many threads, from 0 on."""
-    return _LOGITS + 4 * threads
+    return _KEYS + 4 * threads
 
 
-def _before(own: Any, logit: Any, last: Any) -> Any:
-    """Return how many experts come before one's own; `last` is behind those of the last warp.
+def _key_of(logit: Any) -> Any:
+    """Return an integer that is larger than another one where the logit is; none is a NaN."""
+    bits = bits_of_f32(logit + f32(0.0))  # -0 is 0
+    return i32(bits ^ (bits >> 31 & _MAGNITUDE))
 
-    Equal logits count of warps before, and do not of warps behind: only one's own warp looks at
-    numbers, which is half of the work.
+
+def _before(own: Any, key: Any, experts: int) -> Any:
+    """Return how many experts come before one's own, of whose key this is.
+
+    Fours before one's own count where they are not less, those behind where they are larger; what
+    is left are equal ones of one's own four.
     """
-    here = own & -WARP
-    found, other = i32(0), i64(0)
-    while other < here:
-        a, b, c, d = shared_load_4xf32(_LOGITS + 4 * other)
-        found = _counted(found, a >= logit, b >= logit, c >= logit, d >= logit)
+    counts, other, four = (i32(0), i32(0), i32(0), i32(0)), i64(0), i32(own & -4)
+    while other < experts:
+        least = i32(key - 1 if i32(other) < four else key)
+        a, b, c, d = shared_load_4xi32(_KEYS + 4 * other)
+        counts = _counted(counts, a > least, b > least, c > least, d > least)
         other += 4
-    behind = i32(own - here)
-    while other < here + WARP:
-        a, b, c, d = shared_load_4xf32(_LOGITS + 4 * other)
-        found = _counted(
-            found,
-            a >= logit if behind > 0 else a > logit,
-            b >= logit if behind > 1 else b > logit,
-            c >= logit if behind > 2 else c > logit,
-            d >= logit if behind > 3 else d > logit,
-        )
-        behind = i32(behind - 4)
-        other += 4
-    while other < last:
-        a, b, c, d = shared_load_4xf32(_LOGITS + 4 * other)
-        found = _counted(found, a > logit, b > logit, c > logit, d > logit)
-        other += 4
-    return found
+    a, b, c, _ = shared_load_4xi32(_KEYS + 4 * i64(four))
+    place = i32(own & 3)
+    has_one, has_two = place > 0 and a == key, place > 1 and b == key
+    first, second, third, last = _counted(counts, has_one, has_two, place > 2 and c == key, False)
+    return i32(i32(first + second) + i32(third + last))
 
 
-def _counted(found: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Return a number of 32 bits and how many of four conditions hold."""
-    return i32(found + (1 if a else 0) + (1 if b else 0) + (1 if c else 0) + (1 if d else 0))
+def _counted(counts: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Return four numbers, which do not wait for each other, and 1 more where a condition holds."""
+    first, second, third, last = counts
+    return (
+        i32(first + 1) if a else first,
+        i32(second + 1) if b else second,
+        i32(third + 1) if c else third,
+        i32(last + 1) if d else last,
+    )
 
 
 def chosen_ids(rank: Any, expert: Any, forced: Any, position: int, top_k: Any) -> Any:
@@ -206,16 +210,16 @@ def expert_of(decides: bool, pools: bool) -> Function:
 
 
 @cache
-def route_row(decides: bool, pools: bool) -> Function:
-    """Return a device function that chooses the experts of a row, in a block of as many threads as
-    experts at least.
+def route_row(experts: int, top_k: int, decides: bool, pools: bool) -> Function:
+    """Return a device function that chooses so many experts of a row, in a block of as many threads
+    as there are experts at least.
 
     decides   who comes to a slot as well, which takes that there is a single row
     pools     and who goes to the CPU
 
     route(row, own, logits, position, forced, addresses, homes, seen, plan, use, tally, chosen,
-    shares, blobs, sources, experts, top_k, renormalise); own is a thread's, from `expert_of`, and
-    position the address of the row's
+    shares, blobs, sources, renormalise); own is a thread's, from `expert_of`, and position the
+    address of the row's
     """
 
     def route(
@@ -234,8 +238,6 @@ def route_row(decides: bool, pools: bool) -> Function:
         shares: int,
         blobs: int,
         sources: int,
-        experts: int,
-        top_k: int,
         renormalise: int,
     ) -> None:
         address, home, window, used, order, heat, gain, cpu_share = own
@@ -243,9 +245,10 @@ def route_row(decides: bool, pools: bool) -> Function:
         is_expert, is_miss = thread < experts, address == home
         logit = load_f32(logits + 4 * (experts * row + thread)) if is_expert else lowest
         ranked = logit if logit >= lowest else lowest  # NaN
-        shared_store_f32(_LOGITS + 4 * thread, ranked)
+        key = _key_of(ranked)
+        shared_store_i32(_KEYS + 4 * thread, key)
         barrier()
-        rank = i64(_before(thread, ranked, experts + WARP - 1 & -WARP)) if is_expert else top_k
+        rank = i64(_before(thread, key, experts)) if is_expert else i64(top_k)
         if rank == 0:
             shared_store_f32(_MOST, ranked)
             shared_store_i32(_COMING, i32(0))
@@ -302,9 +305,9 @@ def route_row(decides: bool, pools: bool) -> Function:
 
 
 @cache
-def _route(decides: bool, pools: bool) -> Function:
+def _route(experts: int, top_k: int, decides: bool, pools: bool) -> Function:
     """Return the kernel `route`."""
-    of_thread, route_one = expert_of(decides, pools), route_row(decides, pools)
+    of_thread, route_one = expert_of(decides, pools), route_row(experts, top_k, decides, pools)
 
     def route(
         rows: int,
@@ -321,8 +324,8 @@ def _route(decides: bool, pools: bool) -> Function:
         shares: int,
         blobs: int,
         sources: int,
-        experts: int,
-        top_k: int,
+        _experts: int,
+        _top_k: int,
         renormalise: int,
     ) -> None:
         row, count = i64(block_x()), load_i64(rows)
@@ -345,8 +348,6 @@ def _route(decides: bool, pools: bool) -> Function:
                 shares,
                 blobs,
                 sources,
-                experts,
-                top_k,
                 renormalise,
             )
 
@@ -358,10 +359,12 @@ def _grid(_: Arguments, most_rows: int) -> Grid:
 
 
 @cache
-def _of_threads(threads: int, decides: bool, pools: bool) -> GpuKernel:
+def _of_shape(experts: int, top_k: int, decides: bool, pools: bool) -> GpuKernel:
+    threads = WARP * blocks_of(experts, WARP)
     shared_bytes = route_bytes(threads)
-    name = f"route_{threads}{'_alone' if decides else ''}{'_pool' if pools else ''}"
-    return GpuKernel(name, _route(decides, pools), threads, _grid, lambda _: shared_bytes)
+    name = f"route_{experts}_{top_k}{'_alone' if decides else ''}{'_pool' if pools else ''}"
+    route = _route(experts, top_k, decides, pools)
+    return GpuKernel(name, route, threads, _grid, lambda _: shared_bytes)
 
 
 def route_kernel(experts: int, top_k: int, *, decides: bool, pools: bool = False) -> GpuKernel:
@@ -379,4 +382,4 @@ def route_kernel(experts: int, top_k: int, *, decides: bool, pools: bool = False
             f"not {top_k:,} of {experts:,}",
             hint="compute on the processor: --device host",
         )
-    return _of_threads(WARP * blocks_of(experts, WARP), decides, pools)
+    return _of_shape(experts, top_k, decides, pools)
