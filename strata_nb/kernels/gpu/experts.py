@@ -23,6 +23,7 @@ from typing import Any
 from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.activations import quantise_sub_block
 from strata_nb.kernels.gpu.binding import with_loads
+from strata_nb.kernels.gpu.early_choice import early_choice, may_choose_early
 from strata_nb.kernels.gpu.exponential import silu
 from strata_nb.kernels.gpu.filling import (
     ADDRESS,
@@ -87,6 +88,23 @@ def expert_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs
     if gate in UNPACKED:
         return _float_gate_up(gate, up, values % EIGHT == 0)
     return _packed_gate_up(gate, up, values // SUB_BLOCK, outputs % GROUP_ROWS == 0)
+
+
+def may_choose(gate: TensorType, up: TensorType, experts: int) -> bool:
+    """Return whether there is `choosing_gate_up` for two types and so many experts."""
+    return experts <= _GATE_UP_THREADS and not {gate, up} & UNPACKED
+
+
+def choosing_gate_up_kernel(
+    gate: TensorType, up: TensorType, values: int, outputs: int, experts: int, top_k: int
+) -> GpuKernel:
+    """Return `expert_gate_up` of a single row whose blocks choose its experts (`early_choice.py`),
+    for what `may_choose`.
+
+    top_k   of so many experts
+    """
+    is_whole = outputs % GROUP_ROWS == 0
+    return _packed_gate_up(gate, up, values // SUB_BLOCK, is_whole, (experts, top_k))
 
 
 def expert_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) -> GpuKernel:
@@ -195,17 +213,24 @@ def _sum_of_parts(place: int) -> Any:
 
 @cache
 def _packed_gate_up(
-    gate_kind: TensorType, up_kind: TensorType, sub_blocks: int, is_whole: bool
+    gate_kind: TensorType,
+    up_kind: TensorType,
+    sub_blocks: int,
+    is_whole: bool,
+    chosen: tuple[int, int] | None = None,
 ) -> GpuKernel:
     """Return the kernel of packed weights: four groups of outputs, whose sums have four parts.
 
     is_whole   the last group has eight rows too
+    chosen     how many experts there are and how many a row has: blocks of a single row choose
+               theirs, and have more arguments
 
     Reads gate and up once for each choice, and its row, 1.5 bytes a value, for each group.
     """
     gate_table = 2 * _SUMS_BYTES * PARTS  # behind the sums
     is_one_type = gate_kind is up_kind
     up_table = gate_table if is_one_type else gate_table + table_bytes(gate_kind)
+    choice_at = -(-(up_table + table_bytes(up_kind)) // 16) * 16
     read_gate, add_gate = _tile_of(gate_kind, sub_blocks, gate_table)
     read_up, add_up = _tile_of(up_kind, sub_blocks, up_table)
     fill_gate = table_filler(gate_kind, gate_table, _GATE_UP_THREADS)
@@ -219,8 +244,11 @@ def _packed_gate_up(
     are_kept = not kinds & (_WIDE | _LARGE)
     # A loop of a known number of turns has fewer instructions, and takes more registers.
     are_two = tiles == 2 * PARTS and TensorType.Q8_0 not in kinds
+    chooses = chosen is not None
+    experts, of_each = chosen or (1, 1)
+    find, choice_bytes = early_choice(experts, of_each, choice_at)
 
-    def expert_gate_up(
+    def gate_up(
         rows: int,
         blobs: int,
         sources: int,
@@ -230,9 +258,13 @@ def _packed_gate_up(
         gate_offset: int,
         up_offset: int,
         top_k: int,
-        values: int,
         outputs: int,
         row_bytes: int,
+        posts: int,
+        stamp: int,
+        addresses: int,
+        plan: int,
+        forced: int,
     ) -> None:
         in_row, block = i64(block_y()), SUB_BLOCK * i64(block_z())
         thread = i64(thread_index())
@@ -250,10 +282,16 @@ def _packed_gate_up(
         fill_gate(thread)
         if not is_one_type:
             fill_up(thread)
-        await_previous()
-        if in_row >= here:
-            return
-        word = load_i64(blobs + 8 * choice)
+        is_early, word = False, i64(0)
+        if chooses and in_row < here and may_choose_early(stamp, plan, forced):
+            is_early = True
+            address = load_i64(addresses + 8 * thread) if thread < experts else i64(0)
+            word = find(posts, stamp, address, thread, choice)
+        else:
+            await_previous()
+            if in_row >= here:
+                return
+            word = load_i64(blobs + 8 * choice)
         if word & COMES != 0:
             of_block = min(outputs - block, SUB_BLOCK)
             before_gate, before_up = gate_offset + block * gate_bytes, up_offset + block * up_bytes
@@ -265,6 +303,18 @@ def _packed_gate_up(
         blob = word & ADDRESS
         of_gate, of_up = blob + gate_at, blob + up_at
         gate, up, tile, turn = f32(0.0), f32(0.0), part, 0
+        if chooses and not are_two and is_early:
+            await_previous()
+        if are_two:
+            gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
+            up_words = read_up(of_up, rows_here, row, quarter, tile)
+            if are_kept:
+                keep()
+            if chooses and is_early:
+                await_previous()
+            gate = add_gate(gate, gate_words, of_row, quarter, tile)
+            up = add_up(up, up_words, of_row, quarter, tile)
+            tile, turn = tile + PARTS, 1
         while turn < 2 if are_two else tile < tiles:
             gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
             up_words = read_up(of_up, rows_here, row, quarter, tile)
@@ -284,13 +334,85 @@ def _packed_gate_up(
             up = _sum_of_parts(4 * lane + _SUMS_BYTES * PARTS)
             _finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
+    def expert_gate_up(
+        rows: int,
+        blobs: int,
+        sources: int,
+        x: int,
+        inner: int,
+        packed: int,
+        gate_offset: int,
+        up_offset: int,
+        top_k: int,
+        _values: int,
+        outputs: int,
+        row_bytes: int,
+    ) -> None:
+        gate_up(
+            rows,
+            blobs,
+            sources,
+            x,
+            inner,
+            packed,
+            gate_offset,
+            up_offset,
+            top_k,
+            outputs,
+            row_bytes,
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
+
+    def choosing_gate_up(
+        rows: int,
+        blobs: int,
+        sources: int,
+        x: int,
+        inner: int,
+        packed: int,
+        gate_offset: int,
+        up_offset: int,
+        top_k: int,
+        _values: int,
+        outputs: int,
+        row_bytes: int,
+        posts: int,
+        stamp: int,
+        addresses: int,
+        plan: int,
+        forced: int,
+        _experts: int,
+    ) -> None:
+        gate_up(
+            rows,
+            blobs,
+            sources,
+            x,
+            inner,
+            packed,
+            gate_offset,
+            up_offset,
+            top_k,
+            outputs,
+            row_bytes,
+            posts,
+            stamp,
+            addresses,
+            plan,
+            forced,
+        )
+
     name = _of_shape(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", sub_blocks, is_whole)
     # Two blocks of a multiprocessor, so that all blocks of a row run at once on a large card.
     registers = MOST_REGISTERS if {gate_kind, up_kind} & _WIDE else 64
-    shared_bytes = up_table + table_bytes(up_kind)
+    shared_bytes = choice_at + choice_bytes if chooses else up_table + table_bytes(up_kind)
     return GpuKernel(
-        name,
-        expert_gate_up,
+        f"choosing{name[6:]}_{of_each}_of_{experts}" if chooses else name,
+        choosing_gate_up if chooses else expert_gate_up,
         _GATE_UP_THREADS,
         _gate_up_grid,
         lambda _: shared_bytes,

@@ -18,6 +18,7 @@ from typing import Any
 
 from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.card_launch import CardLaunch
+from strata_nb.kernels.gpu.early_choice import post_logit, posts_at
 from strata_nb.kernels.gpu.float_linear import WARPS, add_eight, parts_of
 from strata_nb.kernels.gpu.floats import EIGHT, FLOATS
 from strata_nb.kernels.gpu.functions import arguments_of
@@ -61,8 +62,11 @@ _ARGUMENTS = (
     ("weight", "address"),
     ("bias", "address"),
     ("eps", "float"),
+    ("posts", "address"),
+    ("stamp", "integer"),
 )
-"""Of the kernel, by name and kind, in front of those of `route`: of the norm and of the product."""
+"""Of the kernel, by name and kind, in front of those of `route`: of the norm, of the product, and
+what logits are posted with (`early_choice.py`)."""
 
 # Shared memory: sums of the norm, then of the product's parts; the row. Behind it, or behind what
 # `route_row` has, whether the block is the last.
@@ -77,11 +81,22 @@ def with_routers(
 
     pools   who goes to the CPU is chosen as well
     """
-    at = 0
+    at = stamp = 0
     while at < len(program):
-        found = _router(*program[at : at + 3], pools=pools) if at + 2 < len(program) else None
+        three = program[at : at + 3]
+        found = _router(*three, stamp=stamp + 1, pools=pools) if len(three) == 3 else None
         yield found or program[at]
         at += 3 if found else 1
+        if found is None:
+            continue
+        stamp += 1
+        behind = program[at] if at < len(program) else None
+        if (
+            isinstance(behind, CardLaunch)
+            and behind.arguments.get("posts") == found.arguments["posts"]
+        ):
+            yield behind._replace(arguments={**behind.arguments, "stamp": stamp})
+            at += 1
 
 
 def _router(
@@ -89,6 +104,7 @@ def _router(
     product: Launch | CardLaunch,
     route: Launch | CardLaunch,
     *,
+    stamp: int,
     pools: bool,
 ) -> CardLaunch | None:
     """Return one launch for a norm, a product and a choice, None where they are something else."""
@@ -114,6 +130,7 @@ def _router(
     if not all(fits.values()):
         return None
     given = {**second, **first, "norm_weight": first["weight"], "weight": second["weight"]}
+    given |= {"posts": posts_at(first["rows"]), "stamp": stamp}
     return CardLaunch(
         router_kernel(kind, width, experts, last["top_k"], pools),
         f"{norm.label}, {product.label.rpartition('.')[2]}, {route.label.rpartition('.')[2]}",
@@ -169,6 +186,8 @@ def router_kernel(kind: TensorType, width: int, experts: int, top_k: int, pools:
         weight: int,
         bias: int,
         eps: Any,
+        posts: int,
+        stamp: int,
         rows: int,
         logits: int,
         positions: int,
@@ -215,7 +234,9 @@ def router_kernel(kind: TensorType, width: int, experts: int, top_k: int, pools:
             while other < parts:
                 total += shared_load_f32(_SUMS + 4 * (warp + other))
                 other += 1
-            store_f32(logits + 4 * output, total + before if bias != 0 else total)
+            logit = total + before if bias != 0 else total
+            post_logit(posts, output, logit, stamp)
+            store_f32(logits + 4 * output, logit)
         if is_last(rows + ARRIVED, blocks, thread, place):
             route_one(
                 0,

@@ -78,7 +78,7 @@ from strata_nb.kernels.gpu.operations import (
 
 _MOST_EXPERTS = 1024  # threads of a block
 _MOST_CHOICES = 64
-_INFINITY = math.inf
+LOWEST_LOGIT = -math.inf
 _MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
 
 # Shared memory: the sums of `block_sum`; numbers of the chosen; what the chosen raise,
@@ -100,14 +100,20 @@ def route_bytes(threads: int) -> int:
     return _KEYS + 4 * threads
 
 
-def _key_of(logit: Any) -> Any:
+def without_nan(logit: Any) -> Any:
+    """Return a logit, the lowest there is in place of a NaN."""
+    return logit if logit >= f32(LOWEST_LOGIT) else f32(LOWEST_LOGIT)
+
+
+def key_of(logit: Any) -> Any:
     """Return an integer that is larger than another one where the logit is; none is a NaN."""
     bits = bits_of_f32(logit + f32(0.0))  # -0 is 0
     return i32(bits ^ (bits >> 31 & _MAGNITUDE))
 
 
-def _before(own: Any, key: Any, experts: int) -> Any:
-    """Return how many experts come before one's own, of whose key this is.
+def experts_before(own: Any, key: Any, keys: Any, experts: int) -> Any:
+    """Return how many experts come before one's own, of whose key this is; where there are others
+    up to a multiple of four, they come last.
 
     Fours before one's own count where they are not less, those behind where they are larger; what
     is left are equal ones of one's own four.
@@ -115,10 +121,10 @@ def _before(own: Any, key: Any, experts: int) -> Any:
     counts, other, four = (i32(0), i32(0), i32(0), i32(0)), i64(0), i32(own & -4)
     while other < experts:
         least = i32(key - 1 if i32(other) < four else key)
-        a, b, c, d = shared_load_4xi32(_KEYS + 4 * other)
+        a, b, c, d = shared_load_4xi32(keys + 4 * other)
         counts = _counted(counts, a > least, b > least, c > least, d > least)
         other += 4
-    a, b, c, _ = shared_load_4xi32(_KEYS + 4 * i64(four))
+    a, b, c, _ = shared_load_4xi32(keys + 4 * i64(four))
     place = i32(own & 3)
     has_one, has_two = place > 0 and a == key, place > 1 and b == key
     first, second, third, last = _counted(counts, has_one, has_two, place > 2 and c == key, False)
@@ -153,11 +159,11 @@ def chosen_ids(rank: Any, expert: Any, forced: Any, position: int, top_k: Any) -
     return found
 
 
-def _place_by_number(number: Any, top_k: Any) -> Any:
-    """Return how many of the chosen have a lower number."""
+def place_by_number(number: Any, numbers: Any, top_k: Any) -> Any:
+    """Return how many of the chosen, whose numbers are there in shared memory, have a lower one."""
     place, other = i64(0), i64(0)
     while other < top_k:
-        place += 1 if shared_load_i32(_NUMBERS + 4 * other) < number else 0
+        place += 1 if shared_load_i32(numbers + 4 * other) < number else 0
         other += 1
     return place
 
@@ -241,14 +247,14 @@ def route_row(experts: int, top_k: int, decides: bool, pools: bool) -> Function:
         renormalise: int,
     ) -> None:
         address, home, window, used, order, heat, gain, cpu_share = own
-        thread, lowest = i64(thread_index()), f32(-_INFINITY)
+        thread, lowest = i64(thread_index()), f32(LOWEST_LOGIT)
         is_expert, is_miss = thread < experts, address == home
         logit = load_f32(logits + 4 * (experts * row + thread)) if is_expert else lowest
-        ranked = logit if logit >= lowest else lowest  # NaN
-        key = _key_of(ranked)
+        ranked = without_nan(logit)
+        key = key_of(ranked)
         shared_store_i32(_KEYS + 4 * thread, key)
         barrier()
-        rank = i64(_before(thread, key, experts)) if is_expert else i64(top_k)
+        rank = i64(experts_before(thread, key, _KEYS, experts)) if is_expert else i64(top_k)
         if rank == 0:
             shared_store_f32(_MOST, ranked)
             shared_store_i32(_COMING, i32(0))
@@ -281,7 +287,7 @@ def route_row(experts: int, top_k: int, decides: bool, pools: bool) -> Function:
         raised = exp(logit - shared_load_f32(_MOST)) if is_expert else f32(0.0)
         place = i64(0)
         if is_chosen:
-            place = _place_by_number(i32(thread), top_k)
+            place = place_by_number(i32(thread), _NUMBERS, top_k)
             choice = top_k * row + place
             store_i64(chosen + 8 * choice, thread)
             word = address + (IN_HOST_MEMORY if is_miss else 0) + (BY_CPU if by_cpu else 0)

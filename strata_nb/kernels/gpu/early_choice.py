@@ -1,0 +1,118 @@
+"""Find out which expert a block multiplies with before the launch that chooses has ended.
+
+The last block of `router` has much to do behind the logits: shares, counts, tables. What blocks of
+`expert_gate_up` need of it is the address of one expert. So each output of the router is *posted*
+as soon as it is there, in one word with a stamp that no other layer of a step has. These blocks,
+which wait on the card already, look for all of them, rank them as `routing.py` does, and ask for
+their weights. Only then do they wait for the launch.
+
+That is right where the launch lets nobody come to a slot: the plan says so. Otherwise, and where
+routes are forced, blocks wait first.
+
+    posts   int64 (experts,), 0 when a step begins: the bits of a logit, the stamp in the upper half
+    stamp   1, 2, ... of the layers that have experts; 0 where nobody posts
+
+No block waits in vain: a launch begins when all blocks of the one in front run, or have ended.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from strata_nb.fill_plans import LISTED, OFFERED
+from strata_nb.kernels.gpu.intrinsics import (
+    barrier,
+    bits_of_f32,
+    f32,
+    f32_of_bits,
+    i32,
+    i64,
+    load_i64,
+    post_i64,
+    posted_i64,
+    shared_load_i32,
+    shared_load_i64,
+    shared_store_i32,
+    shared_store_i64,
+)
+from strata_nb.kernels.gpu.operations import Function
+from strata_nb.kernels.gpu.routing import (
+    LOWEST_LOGIT,
+    experts_before,
+    key_of,
+    place_by_number,
+    without_nan,
+)
+from strata_nb.kernels.table import ROWS_WORDS
+
+_FOUR = 4
+_STAMP_BITS = 32
+
+
+def posts_at(rows: int) -> int:
+    """Return the address of the posts of a step, of that of its number of rows."""
+    return rows + 8 * ROWS_WORDS
+
+
+# -- in kernels ------------------------------------------------------------------------------------
+
+
+def post_logit(posts: int, expert: Any, logit: Any, stamp: Any) -> None:
+    """Post the logit of an expert."""
+    post_i64(posts + 8 * expert, i64(bits_of_f32(logit)) & 0xFFFFFFFF | i64(stamp) << _STAMP_BITS)
+
+
+def may_choose_early(stamp: Any, plan: int, forced: int) -> Any:
+    """Return whether logits are posted, and the choice follows from them alone, and no address
+    changes by it."""
+    return stamp != 0 and forced == 0 and load_i64(plan + OFFERED) + load_i64(plan + LISTED) == 0
+
+
+class EarlyChoice(NamedTuple):
+    """Hold a device function that chooses, and how many bytes of shared memory it needs.
+
+    find   (posts, stamp, address, thread, choice): the address of the expert of a choice; a
+           thread's is that of its own expert. All threads of a block take part, as many as there
+           are experts at least
+    """
+
+    find: Function
+    shared_bytes: int
+
+
+@cache
+def early_choice(experts: int, top_k: int, place: int) -> EarlyChoice:
+    """Return how experts are chosen early; shared memory is there from `place` on, a multiple of
+    16."""
+    padded = -(-experts // _FOUR) * _FOUR
+    word_at = place + 4 * padded
+    numbers = word_at + 8
+
+    def key_of_posted(posts: int, stamp: Any, thread: Any) -> Any:
+        logit = f32(LOWEST_LOGIT)
+        if thread < experts:
+            post = posts + 8 * thread
+            word = posted_i64(post)
+            while word >> _STAMP_BITS != stamp:
+                word = posted_i64(post)
+            logit = without_nan(f32_of_bits(i32(word)))
+        return key_of(logit)
+
+    def find(posts: int, stamp: Any, address: int, thread: Any, choice: Any) -> Any:
+        rank = i64(top_k)
+        if thread < padded:
+            shared_store_i32(place + 4 * thread, key_of_posted(posts, stamp, thread))
+        barrier()
+        if thread < experts:
+            key = shared_load_i32(place + 4 * thread)
+            rank = i64(experts_before(thread, key, place, experts))
+        if rank < top_k:
+            shared_store_i32(numbers + 4 * rank, i32(thread))
+        barrier()
+        if rank < top_k and place_by_number(i32(thread), numbers, top_k) == choice:
+            shared_store_i64(word_at, address)
+        barrier()
+        return shared_load_i64(word_at)
+
+    return EarlyChoice(find, 4 * padded + 8 + 4 * top_k)
