@@ -80,6 +80,14 @@ def test_experts_of_a_row_are_chosen_by_what_is_posted(
     assert np.all(expected != 0)
 
 
+def test_experts_of_logits_that_nobody_posts_are_found_where_they_are_written(gpu: Run) -> None:
+    case = Case(6, 2, 256)
+    blobs, posts = case.addresses[np.array([0, 3])], case.posts
+    posts[4] = 0
+    expected = case.run(gpu, "expert_gate_up", blobs, posts)
+    assert same_bits(case.run(gpu, "choosing_gate_up", blobs, posts), expected)
+
+
 @pytest.mark.parametrize("why", ["offered", "listed", "forced"])
 def test_experts_that_do_not_follow_from_logits_are_found_where_they_are_written(
     gpu: Run, why: str

@@ -12,7 +12,9 @@ routes are forced, blocks wait first.
     posts   int64 (experts,), 0 when a step begins: the bits of a logit, the stamp in the upper half
     stamp   1, 2, ... of the layers that have experts; 0 where nobody posts
 
-No block waits in vain: a launch begins when all blocks of the one in front run, or have ended.
+A launch begins when all blocks of the one in front run, or have ended, so nobody keeps those from
+running that are waited for. Where a launch stands alone for once, as it may where it is measured,
+blocks look for a while, and then wait like others.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     i32,
     i64,
     load_i64,
+    once_i32,
     post_i64,
     posted_i64,
     shared_load_i32,
@@ -48,6 +51,7 @@ from strata_nb.kernels.table import ROWS_WORDS
 
 _FOUR = 4
 _STAMP_BITS = 32
+_MOST_LOOKS = 256  # of half a microsecond or so
 
 
 def posts_at(rows: int) -> int:
@@ -72,9 +76,9 @@ def may_choose_early(stamp: Any, plan: int, forced: int) -> Any:
 class EarlyChoice(NamedTuple):
     """Hold a device function that chooses, and how many bytes of shared memory it needs.
 
-    find   (posts, stamp, address, thread, choice): the address of the expert of a choice; a
-           thread's is that of its own expert. All threads of a block take part, as many as there
-           are experts at least
+    find   (posts, stamp, address, thread, choice): the address of the expert of a choice, 0 where
+           logits do not come; a thread's is that of its own expert. All threads of a block take
+           part, as many as there are experts at least
     """
 
     find: Function
@@ -87,25 +91,34 @@ def early_choice(experts: int, top_k: int, place: int) -> EarlyChoice:
     16."""
     padded = -(-experts // _FOUR) * _FOUR
     word_at = place + 4 * padded
-    numbers = word_at + 8
-
-    def key_of_posted(posts: int, stamp: Any, thread: Any) -> Any:
-        logit = f32(LOWEST_LOGIT)
-        if thread < experts:
-            post = posts + 8 * thread
-            word = posted_i64(post)
-            while word >> _STAMP_BITS != stamp:
-                word = posted_i64(post)
-            logit = without_nan(f32_of_bits(i32(word)))
-        return key_of(logit)
+    late_at = word_at + 8
+    numbers = late_at + 4
 
     def find(posts: int, stamp: Any, address: int, thread: Any, choice: Any) -> Any:
-        rank = i64(top_k)
-        if thread < padded:
-            shared_store_i32(place + 4 * thread, key_of_posted(posts, stamp, thread))
+        rank, key = i64(top_k), i32(0)
+        if thread == 0:
+            shared_store_i32(late_at, i32(0))
         barrier()
+        if thread < padded:
+            logit = f32(LOWEST_LOGIT)
+            if thread < experts:
+                post, looks = (
+                    posts + 8 * thread,
+                    once_i32(i32(_MOST_LOOKS)),
+                )  # a loop, not 256 times
+                word = posted_i64(post)
+                while word >> _STAMP_BITS != stamp and looks > 1:
+                    word = posted_i64(post)
+                    looks = i32(looks - 1)
+                if word >> _STAMP_BITS != stamp:
+                    shared_store_i32(late_at, i32(1))
+                logit = without_nan(f32_of_bits(i32(word)))
+            key = key_of(logit)
+            shared_store_i32(place + 4 * thread, key)
+        barrier()
+        if shared_load_i32(late_at) != 0:
+            return i64(0)
         if thread < experts:
-            key = shared_load_i32(place + 4 * thread)
             rank = i64(experts_before(thread, key, place, experts))
         if rank < top_k:
             shared_store_i32(numbers + 4 * rank, i32(thread))
@@ -115,4 +128,4 @@ def early_choice(experts: int, top_k: int, place: int) -> EarlyChoice:
         barrier()
         return shared_load_i64(word_at)
 
-    return EarlyChoice(find, 4 * padded + 8 + 4 * top_k)
+    return EarlyChoice(find, 4 * padded + 12 + 4 * top_k)

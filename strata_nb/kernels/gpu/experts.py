@@ -282,12 +282,13 @@ def _packed_gate_up(
         fill_gate(thread)
         if not is_one_type:
             fill_up(thread)
-        is_early, word = False, i64(0)
+        word = i64(0)
         if chooses and in_row < here and may_choose_early(stamp, plan, forced):
-            is_early = True
             address = load_i64(addresses + 8 * thread) if thread < experts else i64(0)
             word = find(posts, stamp, address, thread, choice)
-        else:
+        word = once_i64(word)  # one path from here on, not one for each reason
+        is_early = word != 0
+        if not is_early:
             await_previous()
             if in_row >= here:
                 return
