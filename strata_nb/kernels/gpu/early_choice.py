@@ -31,7 +31,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     i32,
     i64,
     load_i64,
-    once_i32,
     post_i64,
     posted_i64,
     shared_load_i32,
@@ -51,7 +50,7 @@ from strata_nb.kernels.table import ROWS_WORDS
 
 _FOUR = 4
 _STAMP_BITS = 32
-_MOST_LOOKS = 256  # of half a microsecond or so
+_LOOKS = 256  # at most, of half a microsecond or so
 
 
 def posts_at(rows: int) -> int:
@@ -76,9 +75,9 @@ def may_choose_early(stamp: Any, plan: int, forced: int) -> Any:
 class EarlyChoice(NamedTuple):
     """Hold a device function that chooses, and how many bytes of shared memory it needs.
 
-    find   (posts, stamp, address, thread, choice): the address of the expert of a choice, 0 where
-           logits do not come; a thread's is that of its own expert. All threads of a block take
-           part, as many as there are experts at least
+    find   (posts, stamp, address, thread, choice, here): the address of the expert of a choice, 0
+           where logits do not come; a thread's is that of its own expert, and here the number of
+           rows, 1. All threads of a block take part, as many as there are experts at least
     """
 
     find: Function
@@ -94,7 +93,7 @@ def early_choice(experts: int, top_k: int, place: int) -> EarlyChoice:
     late_at = word_at + 8
     numbers = late_at + 4
 
-    def find(posts: int, stamp: Any, address: int, thread: Any, choice: Any) -> Any:
+    def find(posts: int, stamp: Any, address: int, thread: Any, choice: Any, here: Any) -> Any:
         rank, key = i64(top_k), i32(0)
         if thread == 0:
             shared_store_i32(late_at, i32(0))
@@ -109,7 +108,7 @@ def early_choice(experts: int, top_k: int, place: int) -> EarlyChoice:
                 word = posted_i64(post)
                 while word >> _STAMP_BITS != stamp and looks > 1:
                     word = posted_i64(post)
-                    looks = i32(looks - 1)
+                    looks -= 1
                 if word >> _STAMP_BITS != stamp:
                     shared_store_i32(late_at, i32(1))
                 logit = without_nan(f32_of_bits(i32(word)))

@@ -285,7 +285,7 @@ def _packed_gate_up(
         word = i64(0)
         if chooses and in_row < here and may_choose_early(stamp, plan, forced):
             address = load_i64(addresses + 8 * thread) if thread < experts else i64(0)
-            word = find(posts, stamp, address, thread, choice)
+            word = find(posts, stamp, address, thread, choice, here)
         word = once_i64(word)  # one path from here on, not one for each reason
         is_early = word != 0
         if not is_early:
