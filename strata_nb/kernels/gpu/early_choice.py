@@ -101,10 +101,7 @@ def early_choice(experts: int, top_k: int, place: int) -> EarlyChoice:
         if thread < padded:
             logit = f32(LOWEST_LOGIT)
             if thread < experts:
-                post, looks = (
-                    posts + 8 * thread,
-                    once_i32(i32(_MOST_LOOKS)),
-                )  # a loop, not 256 times
+                post, looks = posts + 8 * thread, _LOOKS * here
                 word = posted_i64(post)
                 while word >> _STAMP_BITS != stamp and looks > 1:
                     word = posted_i64(post)
