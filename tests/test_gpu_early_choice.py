@@ -68,7 +68,9 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("experts", "top_k", "values"), [(6, 2, 256), (8, 3, 2048)], ids=["small", "two tiles a warp"]
+    ("experts", "top_k", "values"),
+    [(6, 2, 256), (8, 3, 2048), (130, 2, 256)],
+    ids=["small", "two tiles a warp", "many"],
 )
 def test_experts_of_a_row_are_chosen_by_what_is_posted(
     gpu: Run, experts: int, top_k: int, values: int

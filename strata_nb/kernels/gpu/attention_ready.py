@@ -24,7 +24,6 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import BLOCK_CELLS
-from strata_nb.kernels.gpu.activations import quantise_sub_block
 from strata_nb.kernels.gpu.attention_halves import (
     ADDRESSES,
     CHUNK,
@@ -41,8 +40,10 @@ from strata_nb.kernels.gpu.attention_halves import (
     tiles_of,
 )
 from strata_nb.kernels.gpu.card_launch import CardLaunch
-from strata_nb.kernels.gpu.combining import combine_kernel, joiner, of_one_run
+from strata_nb.kernels.gpu.combining import combine_kernel, four_of, joiner, of_one_run
+from strata_nb.kernels.gpu.held_rows import HELD, write_four
 from strata_nb.kernels.gpu.intrinsics import (
+    WARP,
     await_previous,
     barrier,
     block_x,
@@ -54,11 +55,11 @@ from strata_nb.kernels.gpu.intrinsics import (
     i64,
     load_4xf32,
     load_i64,
+    shared_load_4xf32,
     shared_load_4xi32,
     shared_load_f32,
     shared_store_f32,
     shared_store_i32,
-    store_f32,
     store_i32,
     thread_index,
 )
@@ -69,7 +70,6 @@ from strata_nb.kernels.gpu.rotation import rotator
 from strata_nb.kernels.gpu.runs import room_for_runs
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.runs import RUN_BLOCKS, RUN_CELLS, runs_of
-from strata_nb.packing import SUB_BLOCK
 
 _HALVES = ("f16", "f16")
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
@@ -134,7 +134,7 @@ def _together(
     joins = runs_of(given["table_width"]) <= _MOST_JOINED and tiles <= MOST_COUNTED
     words = {**given, **ready, **combine.arguments}
     return CardLaunch(
-        ready_attention_kernel(*lengths, group, joins),
+        ready_attention_kernel(*lengths, group, ready["planes"], ready["halves"] != 0, joins),
         attention.label,
         {**given, **{name: words[name] for name, _ in _READY}},
         (*attention.kinds, *(kind for _, kind in _READY)),
@@ -255,25 +255,28 @@ def _four_rotated(x: int, angles: int, lane: int, length: int, planes: int, halv
 
 
 @cache
-def _ender(key_length: int, value_length: int) -> Function:
-    """Return a function that writes the result of a row with a single run, a head a warp, as
-    `combine` does: (out, packed, heads, first_head, used, warp, lane)."""
-    sum_of, total_of, maximum_of = results_of(key_length, value_length)
-    sub_blocks_of_head = value_length // SUB_BLOCK
+def _ender(key_length: int, value_length: int, place: int) -> Function:
+    """Return a function that writes the result of a row with a single run as `combine` does:
+    (out, packed, heads, first_head, used, thread). All threads take part.
 
-    def end(
-        out: int, packed: int, heads: int, first_head: int, used: int, warp: int, lane: int
-    ) -> None:
-        if warp >= used:
-            return
-        total, largest, part = total_of(warp), maximum_of(warp), 0
-        first = sub_blocks_of_head * (first_head + warp)
-        while part < sub_blocks_of_head:
-            value = of_one_run(sum_of(warp, SUB_BLOCK * part + lane), total, largest)
-            store_f32(out + 4 * (SUB_BLOCK * (first + part) + lane), value)
-            if packed != 0:
-                quantise_sub_block(value, lane, packed, sub_blocks_of_head * heads, first + part)
-            part += 1
+    Values go through shared memory, from `place` on: each warp has a head, in an order in which
+    those that sum use all banks, and to be quantised a thread has four neighbours.
+    """
+    sum_of, total_of, maximum_of = results_of(key_length, value_length)
+    head_fours = value_length // HELD
+
+    def end(out: int, packed: int, heads: int, first_head: int, used: int, thread: int) -> None:
+        warp, number = thread >> 5, thread & WARP - 1
+        if warp < used:
+            total, largest = total_of(warp), maximum_of(warp)
+            while number < value_length:
+                value = of_one_run(sum_of(warp, number), total, largest)
+                shared_store_f32(place + 4 * (value_length * warp + number), value)
+                number += WARP
+        barrier()
+        four = four_of(thread, head_fours * used)
+        values = shared_load_4xf32(place + 4 * HELD * four)
+        write_four(values, head_fours * first_head + four, out, packed, value_length * heads >> 5)
 
     return end
 
@@ -283,18 +286,20 @@ def _ender(key_length: int, value_length: int) -> Function:
 
 @cache
 def ready_attention_kernel(
-    key_length: int, value_length: int, group: int, joins: bool
+    key_length: int, value_length: int, group: int, planes: int, halves: bool, joins: bool
 ) -> GpuKernel:
     """Return `attention` of `attention_halves.py` for one row, with what `prepare` does.
 
-    joins   and what `combine` does: it writes no work space where the row has a single run
+    planes, halves   of the rotation, as `prepare` has them
+    joins            and what `combine` does: it writes no work space where the row has a single
+                     run
 
     Shared memory, while nobody attends: normed heads of the warps, and one key; weights of queries,
-    of keys; cosines, then sines. Behind all that who attends has: the row's own key and value.
+    of keys; cosines, then sines. Behind all that who attends has: the row's own key and value; at
+    the end the results.
     """
     announce, keys_of, values_of, keep_query, attend = attending(key_length, value_length)
     write, join = run_writer(key_length, value_length), joiner(value_length)
-    end = _ender(key_length, value_length)
     load, keep = heads_of(key_length)
     replaced_keys = _replacer_of_keys(key_length // 32)
     replaced_values = _replacer_of_values(value_length // 64)
@@ -307,6 +312,7 @@ def ready_attention_kernel(
     angles = k_weights + 4 * key_length
     own_key = attending_bytes(key_length, value_length)
     own_value = own_key + 2 * key_length
+    end = _ender(key_length, value_length, own_key)
 
     def attention(
         rows: int,
@@ -329,8 +335,8 @@ def ready_attention_kernel(
         v: int,
         q_weight: int,
         k_weight: int,
-        planes: int,
-        halves: int,
+        _planes: int,
+        _halves: int,
         eps: Any,
         packed: int,
     ) -> None:
@@ -400,7 +406,7 @@ def ready_attention_kernel(
             attend(keys, values, first, start, last, addresses, k_plane, v_plane, scale, thread)
             barrier()
             if joins and last_run == 0:
-                end(out, packed, heads, first_head, used, warp, lane)
+                end(out, packed, heads, first_head, used, thread)
                 return
             write(work, first_head, used, run, room, thread)
             run += step
@@ -414,6 +420,8 @@ def ready_attention_kernel(
         if joins and is_last(rows + COUNTED + 4 * tile, min(step, last_run + 1), thread, i64(0)):
             join(work, first_head, used, last_run + 1, room, weights_at, out, packed, heads, thread)
 
-    name = f"attention_halves_ready_{key_length}_{value_length}_{group}{_JOINED if joins else ''}"
-    own_bytes = 2 * (key_length + value_length)
+    rotation = f"{planes}{'halves' if halves else 'pairs'}"
+    name = f"attention_halves_ready_{key_length}_{value_length}_{group}_{rotation}"
+    name += _JOINED if joins else ""
+    own_bytes = max(2 * (key_length + value_length), 4 * TILE * value_length)
     return attention_kernel_of(name, attention, key_length, value_length, group, own_bytes)

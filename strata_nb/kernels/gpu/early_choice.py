@@ -37,10 +37,12 @@ from strata_nb.kernels.gpu.intrinsics import (
     shared_load_i64,
     shared_store_i32,
     shared_store_i64,
+    shuffle_xor_i32,
 )
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.kernels.gpu.routing import (
     LOWEST_LOGIT,
+    equals_before,
     experts_before,
     key_of,
     place_by_number,
@@ -49,6 +51,7 @@ from strata_nb.kernels.gpu.routing import (
 from strata_nb.kernels.table import ROWS_WORDS
 
 _FOUR = 4
+_MOST_PARTS = 4  # threads of an expert
 _STAMP_BITS = 32
 _LOOKS = 256  # at most, of half a microsecond or so
 
@@ -75,9 +78,8 @@ def may_choose_early(stamp: Any, plan: int, forced: int) -> Any:
 class EarlyChoice(NamedTuple):
     """Hold a device function that chooses, and how many bytes of shared memory it needs.
 
-    find   (posts, stamp, address, thread, choice, here): the address of the expert of a choice, 0
-           where logits do not come; a thread's is that of its own expert, and here the number of
-           rows, 1. All threads of a block take part, as many as there are experts at least
+    find   (posts, stamp, addresses, thread, choice, here): the address of the expert of a choice,
+           0 where logits do not come; here is the number of rows, 1. All threads take part
     """
 
     find: Function
@@ -85,41 +87,66 @@ class EarlyChoice(NamedTuple):
 
 
 @cache
-def early_choice(experts: int, top_k: int, place: int) -> EarlyChoice:
-    """Return how experts are chosen early; shared memory is there from `place` on, a multiple of
-    16."""
-    padded = -(-experts // _FOUR) * _FOUR
+def early_choice(experts: int, top_k: int, threads: int, place: int) -> EarlyChoice:
+    """Return how experts are chosen early by a block; shared memory is there from `place` on, a
+    multiple of 16.
+
+    Neighbouring threads rank an expert together, as many as there are for each.
+    """
+    parts = _MOST_PARTS
+    while parts * experts > threads:
+        parts //= 2
+    each = -(-experts // (_FOUR * parts)) * _FOUR  # experts that a thread looks at
+    padded = each * parts
+    part_bits = parts.bit_length() - 1
     word_at = place + 4 * padded
     late_at = word_at + 8
     numbers = late_at + 4
 
-    def find(posts: int, stamp: Any, address: int, thread: Any, choice: Any, here: Any) -> Any:
-        rank, key = i64(top_k), i32(0)
+    def wait(posts: int, stamp: Any, thread: Any, here: Any) -> None:
+        """Bring the key of a thread's expert to shared memory."""
+        logit = f32(LOWEST_LOGIT)
+        if thread < experts:
+            post, looks = posts + 8 * thread, _LOOKS * here
+            word = posted_i64(post)
+            while word >> _STAMP_BITS != stamp and looks > 1:
+                word = posted_i64(post)
+                looks -= 1
+            if word >> _STAMP_BITS != stamp:
+                shared_store_i32(late_at, i32(1))
+            logit = without_nan(f32_of_bits(i32(word)))
+        shared_store_i32(place + 4 * thread, key_of(logit))
+
+    def sum_of_parts(count: Any) -> Any:
+        if parts > 1:
+            count += shuffle_xor_i32(count, 1)
+        if parts > 2:
+            count += shuffle_xor_i32(count, 2)
+        return count
+
+    def find(posts: int, stamp: Any, addresses: int, thread: Any, choice: Any, here: Any) -> Any:
+        expert, part = thread >> part_bits, thread & parts - 1
+        is_expert = expert < experts
+        address = load_i64(addresses + 8 * expert) if is_expert else i64(0)
         if thread == 0:
             shared_store_i32(late_at, i32(0))
         barrier()
         if thread < padded:
-            logit = f32(LOWEST_LOGIT)
-            if thread < experts:
-                post, looks = posts + 8 * thread, _LOOKS * here
-                word = posted_i64(post)
-                while word >> _STAMP_BITS != stamp and looks > 1:
-                    word = posted_i64(post)
-                    looks -= 1
-                if word >> _STAMP_BITS != stamp:
-                    shared_store_i32(late_at, i32(1))
-                logit = without_nan(f32_of_bits(i32(word)))
-            key = key_of(logit)
-            shared_store_i32(place + 4 * thread, key)
+            wait(posts, stamp, thread, here)
         barrier()
         if shared_load_i32(late_at) != 0:
             return i64(0)
-        if thread < experts:
-            rank = i64(experts_before(thread, key, place, experts))
-        if rank < top_k:
-            shared_store_i32(numbers + 4 * rank, i32(thread))
+        rank = i32(0)
+        if is_expert:
+            key = shared_load_i32(place + 4 * expert)
+            rank = experts_before(expert, key, place, each * part, each)
+            rank = i32(rank + (equals_before(expert, key, place) if part == 0 else i32(0)))
+        rank = i64(sum_of_parts(rank))
+        is_chosen = is_expert and part == 0 and rank < top_k
+        if is_chosen:
+            shared_store_i32(numbers + 4 * rank, i32(expert))
         barrier()
-        if rank < top_k and place_by_number(i32(thread), numbers, top_k) == choice:
+        if is_chosen and place_by_number(i32(expert), numbers, top_k) == choice:
             shared_store_i64(word_at, address)
         barrier()
         return shared_load_i64(word_at)

@@ -246,7 +246,7 @@ def _packed_gate_up(
     are_two = tiles == 2 * PARTS and TensorType.Q8_0 not in kinds
     chooses = chosen is not None
     experts, of_each = chosen or (1, 1)
-    find, choice_bytes = early_choice(experts, of_each, choice_at)
+    find, choice_bytes = early_choice(experts, of_each, _GATE_UP_THREADS, choice_at)
 
     def gate_up(
         rows: int,
@@ -284,8 +284,7 @@ def _packed_gate_up(
             fill_up(thread)
         word = i64(0)
         if chooses and in_row < here and may_choose_early(stamp, plan, forced):
-            address = load_i64(addresses + 8 * thread) if thread < experts else i64(0)
-            word = find(posts, stamp, address, thread, choice, here)
+            word = find(posts, stamp, addresses, thread, choice, here)
         word = once_i64(word)  # one path from here on, not one for each reason
         is_early = word != 0
         if not is_early:

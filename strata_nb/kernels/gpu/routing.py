@@ -111,24 +111,30 @@ def key_of(logit: Any) -> Any:
     return i32(bits ^ (bits >> 31 & _MAGNITUDE))
 
 
-def experts_before(own: Any, key: Any, keys: Any, experts: int) -> Any:
-    """Return how many experts come before one's own, of whose key this is; where there are others
-    up to a multiple of four, they come last.
+def experts_before(own: Any, key: Any, keys: Any, first: Any, count: int) -> Any:
+    """Return how many of `count` experts from `first` on come before one's own, of whose key this
+    is, without equal ones of one's own four (`equals_before`); first and count are multiples of
+    four, and where there are no experts up to there, their keys are the lowest.
 
-    Fours before one's own count where they are not less, those behind where they are larger; what
-    is left are equal ones of one's own four.
+    Fours before one's own count where they are not less, those behind where they are larger.
     """
-    counts, other, four = (i32(0), i32(0), i32(0), i32(0)), i64(0), i32(own & -4)
-    while other < experts:
+    counts, other, four = (i32(0), i32(0), i32(0), i32(0)), i64(0), i32((own & -4) - first)
+    keys += 4 * first
+    while other < count:
         least = i32(key - 1 if i32(other) < four else key)
         a, b, c, d = shared_load_4xi32(keys + 4 * other)
         counts = _counted(counts, a > least, b > least, c > least, d > least)
         other += 4
-    a, b, c, _ = shared_load_4xi32(keys + 4 * i64(four))
+    return i32(i32(counts[0] + counts[1]) + i32(counts[2] + counts[3]))
+
+
+def equals_before(own: Any, key: Any, keys: Any) -> Any:
+    """Return how many experts of one's own four have the same key and a lower number."""
+    a, b, c, _ = shared_load_4xi32(keys + 4 * (own & -4))
     place = i32(own & 3)
-    has_one, has_two = place > 0 and a == key, place > 1 and b == key
-    first, second, third, last = _counted(counts, has_one, has_two, place > 2 and c == key, False)
-    return i32(i32(first + second) + i32(third + last))
+    found = i32(1 if place > 0 and a == key else 0)
+    found += 1 if place > 1 and b == key else 0
+    return i32(found + (1 if place > 2 and c == key else 0))
 
 
 def _counted(counts: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
@@ -228,6 +234,8 @@ def route_row(experts: int, top_k: int, decides: bool, pools: bool) -> Function:
     address of the row's
     """
 
+    padded = -(-experts // 4) * 4
+
     def route(
         row: Any,
         own: Any,
@@ -254,7 +262,10 @@ def route_row(experts: int, top_k: int, decides: bool, pools: bool) -> Function:
         key = key_of(ranked)
         shared_store_i32(_KEYS + 4 * thread, key)
         barrier()
-        rank = i64(experts_before(thread, key, _KEYS, experts)) if is_expert else i64(top_k)
+        rank = i64(top_k)
+        if is_expert:
+            rank = i64(experts_before(thread, key, _KEYS, 0, padded))
+            rank += equals_before(thread, key, _KEYS)
         if rank == 0:
             shared_store_f32(_MOST, ranked)
             shared_store_i32(_COMING, i32(0))
