@@ -64,3 +64,12 @@ def with_loads(function: Function) -> Function:
         return getattr(intrinsics, f"load_{rest}") if first == "fetch" else intrinsic
 
     return rebind(function, meaning)
+
+
+def in_shared(intrinsic: Intrinsic) -> Any:
+    """Return what loads from shared memory, or stores there, in place of the card's memory: a
+    meaning for `rebind`."""
+    first, _, _ = intrinsic.name.partition("_")
+    if first not in {"load", "store"}:
+        return intrinsic
+    return getattr(intrinsics, f"shared_{intrinsic.name}")

@@ -10,7 +10,7 @@ That is right where the launch lets nobody come to a slot: the plan says so. Oth
 routes are forced, blocks wait first.
 
     posts   int64 (experts,), 0 when a step begins: the bits of a logit, the stamp in the upper half
-    stamp   1, 2, ... of the layers that have experts; 0 where nobody posts
+    stamp   1, 2, ... of the layers that have experts
 
 A launch begins when all blocks of the one in front run, or have ended, so nobody keeps those from
 running that are waited for. Where a launch stands alone for once, as it may where it is measured,
@@ -69,10 +69,9 @@ def post_logit(posts: int, expert: Any, logit: Any, stamp: Any) -> None:
     post_i64(posts + 8 * expert, i64(bits_of_f32(logit)) & 0xFFFFFFFF | i64(stamp) << _STAMP_BITS)
 
 
-def may_choose_early(stamp: Any, plan: int, forced: int) -> Any:
-    """Return whether logits are posted, and the choice follows from them alone, and no address
-    changes by it."""
-    return stamp != 0 and forced == 0 and load_i64(plan + OFFERED) + load_i64(plan + LISTED) == 0
+def may_choose_early(plan: int, forced: int) -> Any:
+    """Return whether the choice follows from the logits alone, and no address changes by it."""
+    return forced == 0 and load_i64(plan + OFFERED) + load_i64(plan + LISTED) == 0
 
 
 class EarlyChoice(NamedTuple):

@@ -19,14 +19,12 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType, row_bytes
-from strata_nb.kernels.gpu import intrinsics
-from strata_nb.kernels.gpu.binding import rebind
+from strata_nb.kernels.gpu.binding import in_shared, rebind
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.held_rows import may_norm, row_norm, write_four
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
-    Intrinsic,
     await_previous,
     barrier,
     bits_of_f32,
@@ -137,14 +135,6 @@ def groups_of_block(kinds: Sequence[TensorType], width: int, outputs: Sequence[i
 # -- the kernel ------------------------------------------------------------------------------------
 
 
-def _in_shared(intrinsic: Intrinsic) -> Any:
-    """Return what loads from shared memory, or stores there, in place of the card's memory."""
-    first, _, _ = intrinsic.name.partition("_")
-    return (
-        getattr(intrinsics, f"shared_{intrinsic.name}") if first in {"load", "store"} else intrinsic
-    )
-
-
 @cache
 def _group_of(kind: TensorType, sub_blocks: int, groups: int) -> Function:
     """Return a function (rows, x, norm_weight, eps, weight, bias, y, outputs, number): what a block
@@ -157,7 +147,7 @@ def _group_of(kind: TensorType, sub_blocks: int, groups: int) -> Function:
     sums_at = row_at + SUB_BLOCK_BYTES * sub_blocks
     warp_bits = warps.bit_length() - 1
     read, add = tile_product(kind, sub_blocks, 0)
-    add, to_shared = rebind(add, _in_shared), rebind(write_four, _in_shared)
+    add, to_shared = rebind(add, in_shared), rebind(write_four, in_shared)
     group_row_bytes = row_bytes_of(kind)(sub_blocks)
 
     def write(four: Any, number: Any, out: Any, packed: Any) -> None:

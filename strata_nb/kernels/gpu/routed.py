@@ -13,9 +13,6 @@ few rows: choice row * top_k + k stays where it is, `starts` is not written, and
 `members` and `places` are the addresses of the experts' blobs, and whence those are brought that
 come to a slot: `blobs` of `routing.py`, and `sources` of `filling.py`.
 
-Of a single row blocks of `choosing_gate_up` choose their experts themselves where they may
-(`early_choice.py`).
-
 Where the CPU computes some of the missed experts of a single row (`pooled.py`), `pool_gate_up` and
 `pool_down` take the place of the last two.
 
@@ -29,12 +26,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from strata_nb.kernels.gpu.card_launch import CardLaunch
-from strata_nb.kernels.gpu.early_choice import posts_at
 from strata_nb.kernels.gpu.experts import (
-    choosing_gate_up_kernel,
     expert_down_kernel,
     expert_gate_up_kernel,
-    may_choose,
 )
 from strata_nb.kernels.gpu.filling import expert_fill_kernel
 from strata_nb.kernels.gpu.operations import Arguments, GpuKernel
@@ -59,7 +53,7 @@ class CardKernel(NamedTuple):
     def part(self, given: Mapping[str, int], variant: Any = None, label: str = "") -> CardLaunch:
         """Return a launch of it; of what is given it takes what it has arguments for."""
         arguments = {name: given[name] for name in self.arguments}
-        return CardLaunch(self.find(variant, arguments), label, arguments, self.kinds)
+        return CardLaunch(self.find(variant, arguments), label, arguments, self.kinds, variant)
 
 
 def card_kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> CardKernel:
@@ -88,18 +82,6 @@ CARD_KERNELS = {
         "row_bytes",
         lambda pair, given: expert_gate_up_kernel(
             pair[0], pair[1], given["values"], given["outputs"]
-        ),
-    ),
-    "choosing_gate_up": card_kernel(
-        "*rows *blobs *sources *x *inner *packed gate_offset up_offset top_k values outputs "
-        "row_bytes *posts stamp *addresses *plan *forced experts",
-        lambda pair, given: choosing_gate_up_kernel(
-            pair[0],
-            pair[1],
-            given["values"],
-            given["outputs"],
-            given["experts"],
-            given["top_k"],
         ),
     ),
     "expert_down": card_kernel(
@@ -167,14 +149,7 @@ def _routed(
     yield CARD_KERNELS["route"].part(routing, is_alone, router.label)
     if not is_alone:
         yield CARD_KERNELS["expert_fill"].part(routing, label=f"{group.label} fill")
-    variant = gate_up.variant
-    assert isinstance(variant, tuple)  # noqa: S101 - the table says so
-    if is_alone and may_choose(variant[0], variant[1], routing["experts"]):
-        # Nobody posts logits yet: `with_routers` says where a router does.
-        early = {**routing, "posts": posts_at(routing["rows"]), "stamp": 0}
-        yield CARD_KERNELS["choosing_gate_up"].part(early, variant, gate_up.label)
-    else:
-        yield CARD_KERNELS["expert_gate_up"].part(after, variant, gate_up.label)
+    yield CARD_KERNELS["expert_gate_up"].part(after, gate_up.variant, gate_up.label)
     yield CARD_KERNELS["expert_down"].part({**after, **_named(down)}, down.variant, down.label)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.early_choice import post_logit, posts_at
+from strata_nb.kernels.gpu.early_gate_up import early_gate_up
 from strata_nb.kernels.gpu.float_linear import WARPS, add_eight, parts_of
 from strata_nb.kernels.gpu.floats import EIGHT, FLOATS
 from strata_nb.kernels.gpu.functions import arguments_of
@@ -53,7 +54,7 @@ from strata_nb.kernels.gpu.routing import expert_of, route_bytes, route_row
 from strata_nb.kernels.program import Launch
 
 _THREADS = WARP * WARPS
-_ROUTE = CARD_KERNELS["route"]
+_ROUTE, _GATE_UP = CARD_KERNELS["route"], CARD_KERNELS["expert_gate_up"]
 _ARGUMENTS = (
     ("x", "address"),
     ("norm_weight", "address"),
@@ -91,11 +92,8 @@ def with_routers(
             continue
         stamp += 1
         behind = program[at] if at < len(program) else None
-        if (
-            isinstance(behind, CardLaunch)
-            and behind.arguments.get("posts") == found.arguments["posts"]
-        ):
-            yield behind._replace(arguments={**behind.arguments, "stamp": stamp})
+        if isinstance(behind, CardLaunch) and tuple(behind.arguments) == _GATE_UP.arguments:
+            yield early_gate_up(behind, found.arguments) or behind
             at += 1
 
 
