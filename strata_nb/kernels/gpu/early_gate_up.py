@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType
-from strata_nb.kernels.gpu.binding import in_shared, rebind, with_loads
+from strata_nb.kernels.gpu.binding import with_loads, with_shared
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.early_choice import early_choice, may_choose_early
 from strata_nb.kernels.gpu.experts import (
@@ -114,8 +114,8 @@ def early_gate_up_kernel(
     norm_at = row_at + SUB_BLOCK_BYTES * sub_blocks
     gate_tile = tile_product(gate_kind, sub_blocks, gate_table)
     up_tile = tile_product(up_kind, sub_blocks, up_table)
-    read_gate, add_gate = with_loads(gate_tile.read), rebind(gate_tile.add, in_shared)
-    read_up, add_up = with_loads(up_tile.read), rebind(up_tile.add, in_shared)
+    read_gate, add_gate = with_loads(gate_tile.read), with_shared(gate_tile.add)
+    read_up, add_up = with_loads(up_tile.read), with_shared(up_tile.add)
     fill_gate = table_filler(gate_kind, gate_table, GATE_UP_THREADS)
     fill_up = table_filler(up_kind, up_table, GATE_UP_THREADS)
     gate_bytes = row_bytes_of(gate_kind)(sub_blocks)
@@ -127,7 +127,7 @@ def early_gate_up_kernel(
     kinds = {gate_kind, up_kind}
     are_kept = not kinds & (WIDE | LARGE)
     are_two = tiles == 2 * PARTS and TensorType.Q8_0 not in kinds
-    to_shared = rebind(write_four, in_shared)
+    to_shared = with_shared(write_four)
 
     def write(four: Any, number: Any, out: Any, packed: Any) -> None:
         to_shared(four, number, out, packed, sub_blocks)

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType, row_bytes
-from strata_nb.kernels.gpu.binding import in_shared, rebind
+from strata_nb.kernels.gpu.binding import with_shared
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.held_rows import may_norm, row_norm, write_four
@@ -147,7 +147,7 @@ def _group_of(kind: TensorType, sub_blocks: int, groups: int) -> Function:
     sums_at = row_at + SUB_BLOCK_BYTES * sub_blocks
     warp_bits = warps.bit_length() - 1
     read, add = tile_product(kind, sub_blocks, 0)
-    add, to_shared = rebind(add, in_shared), rebind(write_four, in_shared)
+    add, to_shared = with_shared(add), with_shared(write_four)
     group_row_bytes = row_bytes_of(kind)(sub_blocks)
 
     def write(four: Any, number: Any, out: Any, packed: Any) -> None:
