@@ -542,6 +542,15 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
             memory.others()
 
         return store_system
+    if name == "post_i64":
+        return _access("store_i64", memory)
+    if name == "posted_i64":  # what the launch in front posts: it has ended here
+
+        def posted(place: int) -> int:
+            word: int = struct.unpack_from("<q", *memory.check(place, 8, "load"))[0]
+            return word
+
+        return posted
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
     if name == "shared_load_matrices":

@@ -131,6 +131,8 @@ from strata_nb.kernels.gpu.intrinsics.ordering import (
     nanoseconds,
     once_i32,
     once_i64,
+    post_i64,
+    posted_i64,
     prefetch,
     store_system_i64,
 )
