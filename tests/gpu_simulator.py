@@ -273,6 +273,7 @@ def _turned(words: Sequence[tuple[bytearray, int]]) -> list[tuple[int, ...]]:
 _PRODUCTS: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
     "shared_load_matrices": _matrices,
     "shared_load_turned": _turned,
+    "of_any_lane": lambda words: [int(any(one[0] for one in words))] * len(words),
     "mma_of_halves": _product,
     "mma_16x8x16": _product_of_bytes,
     "mma_16x8x32": _product_of_bytes,

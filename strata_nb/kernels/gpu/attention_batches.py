@@ -8,13 +8,12 @@ A block of threads has 32 *pairs* a warp, of a row and one of the heads that sha
 goes through that head's cells, a K/V block of 64 after another:
 
     scores    queries times keys, in powers of two: log2(e) and the scale are in the queries
-    weights   2 ** (score - what it counts from), times 2 ** 9, as halves
+    weights   2 ** (score + what was chosen for the pair), as halves
     sums      of weights, and of values times weights, in float32
 
-What a pair's scores count from is the first block's largest score. It moves to a later block's
-where that is more than 6 above, and what was summed shrinks: until then weights are up to 2 ** 6
-times as large, which halves can hold, and there is nothing to do. That, and every order, follows
-from the pair's own scores; so a row's bits are the same in a batch of any size that this computes.
+What a pair's scores count from changes seldom (`attention_weights.py`), and products begin with it.
+That, and every order, follows from the pair's own scores; so a row's bits are the same in a batch
+of any size that this computes.
 
 In shared memory are the block's queries, a block of keys and one of values. Values come while
 scores are computed, and the next keys while weights are multiplied.
@@ -36,17 +35,19 @@ from strata_nb.formats import BLOCK_CELLS
 from strata_nb.kernels.gpu.attention_fragments import (
     CHUNK,
     key_products,
-    largest_of,
-    seen_ones,
+    of_pairs,
     store_row,
-    times,
     turned,
-    value_products,
-    weigh,
-    zeros,
 )
 from strata_nb.kernels.gpu.attention_sets import is_no_number
 from strata_nb.kernels.gpu.attention_spans import span_of
+from strata_nb.kernels.gpu.attention_weights import (
+    added,
+    offsets_of,
+    seen_ones,
+    tamer,
+    weigher,
+)
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     await_copies,
@@ -59,7 +60,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     halves_of_f32,
     i32,
     i64,
-    larger_f32,
     load_4xf32,
     load_i64,
     shared_load_4xi32,
@@ -68,7 +68,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     shuffle_xor_f32,
     thread_index,
 )
-from strata_nb.kernels.gpu.intrinsics_halves import power_of_two
 from strata_nb.kernels.gpu.operations import Arguments, Function, GpuKernel, Grid, blocks_of
 from strata_nb.kernels.gpu.planes import plane_bytes
 
@@ -76,9 +75,7 @@ WARPS = 4  # two blocks a multiprocessor: one multiplies while the other weighs
 PAIRS = 32  # of a warp
 _CHUNKS = BLOCK_CELLS // CHUNK
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
-_UNIT, _SLACK = 9.0, 6.0  # powers of two: of a weight where scores count from, of what may be above
 _LOG2_E = 1 / math.log(2)
-_MINUS_INFINITY = float("-inf")
 _NANS = 0x7FFF7FFF
 _REGISTERS = 255
 
@@ -146,30 +143,9 @@ def _sifter(key_length: int, value_length: int, threads: int) -> Function:
     return sift
 
 
-def _largest_of_quad(x: Any) -> Any:
-    x = larger_f32(x, shuffle_xor_f32(x, 1))
-    return larger_f32(x, shuffle_xor_f32(x, 2))
-
-
 def _sum_of_quad(x: Any) -> Any:
     x += shuffle_xor_f32(x, 1)
     return x + shuffle_xor_f32(x, 2)
-
-
-def _moved(best: Any, before: Any) -> Any:
-    """Return what a pair's scores count from, for one that a block's largest is."""
-    best = _largest_of_quad(best)
-    return best if best > before + f32(_SLACK) else before
-
-
-def _shrunk(before: Any, now: Any) -> Any:
-    """Return by how much what was summed shrinks."""
-    return f32(1.0) if before == now else power_of_two(before - now)
-
-
-def _offset(best: Any) -> Any:
-    """Return what is added to scores; while all are -infinity, any number gives weights of 0."""
-    return f32(_UNIT) if best == f32(_MINUS_INFINITY) else f32(_UNIT) - best
 
 
 # -- the kernel ------------------------------------------------------------------------------------
@@ -191,11 +167,11 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
     copy_keys, copy_values = _copier(key_length, threads), _copier(value_length, threads)
     sift = _sifter(key_length, value_length, threads)
     key_steps, columns = key_length // CHUNK, value_length // CHUNK
-    no_scores, no_sums = zeros(_CHUNKS), zeros(columns)
+    begun, no_sums = of_pairs(_CHUNKS), of_pairs(columns)
     multiply = key_products(key_steps, key_pitch, _CHUNKS)
-    mix = value_products(columns, value_pitch, _CHUNKS)
-    only_seen, largest, weigh_all = seen_ones(_CHUNKS), largest_of(_CHUNKS), weigh(_CHUNKS)
-    shrink, store = times(columns), store_row(columns)
+    only_seen, chosen, shift = seen_ones(_CHUNKS), offsets_of(_CHUNKS), added(_CHUNKS)
+    tame, weigh = tamer(_CHUNKS, columns), weigher(columns, value_pitch, _CHUNKS)
+    store = store_row(columns)
     pieces = key_length // 8
     between = threads // pieces
 
@@ -280,9 +256,9 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
             block = load_i64(line)
             barrier()  # of the sequence before, all have multiplied all
             copy_keys(i32(keys_at), block + k_plane, last, thread)
-            nothing, zero = f32(_MINUS_INFINITY), f32(0.0)
-            counted = nothing, nothing, nothing, nothing
-            totals, sums, first = (zero, zero, zero, zero), no_sums(), i32(0)
+            zero = f32(0.0)
+            none = zero, zero, zero, zero
+            offsets, totals, sums, first = none, none, no_sums(none), i32(0)
             while first <= last:
                 left = i32(last - first)
                 following = load_i64(line + 8 * (min(first + BLOCK_CELLS, last) >> _BLOCK_SHIFT))
@@ -295,7 +271,7 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
                     barrier()
                     sift(i32(keys_at), i32(values_at), i32(lowest - first + 1), thread)
                     barrier()
-                found = multiply(queries, keys, no_scores())
+                found = multiply(queries, keys, begun(offsets))
                 await_copies()
                 barrier()
                 if left >= BLOCK_CELLS:
@@ -311,41 +287,11 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
                             i32(seen_to[3] - seen),
                         ),
                     )
-                best = largest(found, (nothing, nothing, nothing, nothing))
-                now = (
-                    _moved(best[0], counted[0]),
-                    _moved(best[1], counted[1]),
-                    _moved(best[2], counted[2]),
-                    _moved(best[3], counted[3]),
-                )
-                if (
-                    now[0] != counted[0]
-                    or now[1] != counted[1]
-                    or now[2] != counted[2]
-                    or now[3] != counted[3]
-                ):
-                    by = (
-                        _shrunk(counted[0], now[0]),
-                        _shrunk(counted[1], now[1]),
-                        _shrunk(counted[2], now[2]),
-                        _shrunk(counted[3], now[3]),
-                    )
-                    sums = shrink(sums, by)
-                    totals = (
-                        totals[0] * by[0],
-                        totals[1] * by[1],
-                        totals[2] * by[2],
-                        totals[3] * by[3],
-                    )
-                    counted = now
-                offsets = (
-                    _offset(counted[0]),
-                    _offset(counted[1]),
-                    _offset(counted[2]),
-                    _offset(counted[3]),
-                )
-                weights, totals = weigh_all(found, offsets, totals)
-                sums = mix(weights, values, sums)
+                if first == 0:  # which each row sees a cell of
+                    offsets = chosen(found)
+                    found = shift(found, offsets)
+                found, offsets, totals, sums = tame(found, offsets, totals, sums)
+                totals, sums = weigh(found, values, totals, sums)
                 block, first = following, i32(first + BLOCK_CELLS)
 
             one = f32(1.0)

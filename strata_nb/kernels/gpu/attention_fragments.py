@@ -22,20 +22,16 @@ from functools import cache
 from typing import Any
 
 from strata_nb.kernels.gpu.intrinsics import (
-    f32,
-    halves_of_f32,
     i32,
-    larger_f32,
     mma_of_halves,
     shared_load_matrices,
     store_f32,
 )
-from strata_nb.kernels.gpu.intrinsics_halves import power_of_two, shared_load_turned
+from strata_nb.kernels.gpu.intrinsics_halves import shared_load_turned
 from strata_nb.kernels.gpu.operations import Function
 
 CHUNK = 16
 _STEP = 32  # bytes of a chunk of values
-_MINUS_INFINITY = float("-inf")
 
 
 def turned(row: Any, piece: Any) -> Any:
@@ -57,20 +53,19 @@ def _products(a: Any, x: Any, c: Any) -> Any:
 
 
 @cache
-def zeros(chunks: int) -> Function:
-    """Return a function that returns the sums of nothing, of so many chunks."""
+def of_pairs(chunks: int) -> Function:
+    """Return a function (numbers) of four numbers, one of each pair: so many chunks of them."""
 
-    def of_one() -> Any:
-        zero = f32(0.0)
-        four = zero, zero, zero, zero
-        return four + four + four + four
+    def of_one(numbers: Any) -> Any:
+        a, b, c, d = numbers
+        return a, a, b, b, a, a, b, b, c, c, d, d, c, c, d, d
 
     if chunks == 1:
         return of_one
-    others = zeros(chunks - 1)
+    others = of_pairs(chunks - 1)
 
-    def of_all() -> Any:
-        return of_one() + others()
+    def of_all(numbers: Any) -> Any:
+        return of_one(numbers) + others(numbers)
 
     return of_all
 
@@ -120,158 +115,30 @@ def key_products(steps: int, pitch: int, chunks: int, step: int = 0) -> Function
     return products
 
 
-# -- scores to weights -----------------------------------------------------------------------------
-
-
-@cache
-def seen_ones(chunks: int, chunk: int = 0) -> Function:
-    """Return a function (found, seen): the scores, -infinity where a pair does not see the cell.
-
-    seen   of the four pairs, how far behind a lane's first cell the last one is that it sees
-    """
-
-    def column(found: Any, seen: Any, cell: int) -> Any:
-        nothing = f32(_MINUS_INFINITY)
-        a = found[0] if seen[0] >= cell else nothing
-        b = found[1] if seen[0] >= cell + 1 else nothing
-        c = found[2] if seen[1] >= cell else nothing
-        d = found[3] if seen[1] >= cell + 1 else nothing
-        return a, b, c, d
-
-    cell, further = CHUNK * chunk, CHUNK * chunk + CHUNK // 2
-
-    def one(found: Any, seen: Any) -> Any:
-        first = column(found[:4], seen[:2], cell) + column(found[4:8], seen[:2], further)
-        second = column(found[8:12], seen[2:], cell) + column(found[12:16], seen[2:], further)
-        return first + second
-
-    if chunk + 1 == chunks:
-        return one
-    others = seen_ones(chunks, chunk + 1)
-
-    def all_chunks(found: Any, seen: Any) -> Any:
-        return one(found[:16], seen) + others(found[16:], seen)
-
-    return all_chunks
-
-
-def _largest_of_two(x: Any, best: Any) -> Any:
-    first = larger_f32(larger_f32(x[0], x[1]), larger_f32(x[4], x[5]))
-    second = larger_f32(larger_f32(x[2], x[3]), larger_f32(x[6], x[7]))
-    return larger_f32(best[0], first), larger_f32(best[1], second)
-
-
-@cache
-def largest_of(chunks: int) -> Function:
-    """Return a function (found, best): the largest of a lane's scores of each pair, and of best."""
-
-    def one(found: Any, best: Any) -> Any:
-        return _largest_of_two(found[:8], best[:2]) + _largest_of_two(found[8:16], best[2:])
-
-    if chunks == 1:
-        return one
-    others = largest_of(chunks - 1)
-
-    def all_chunks(found: Any, best: Any) -> Any:
-        return others(found[16:], one(found, best))
-
-    return all_chunks
-
-
-def _weigh_two(x: Any, offsets: Any, totals: Any) -> Any:
-    """Return the four words of two pairs' weights, and their totals."""
-    a, b = power_of_two(x[0] + offsets[0]), power_of_two(x[1] + offsets[0])
-    c, d = power_of_two(x[2] + offsets[1]), power_of_two(x[3] + offsets[1])
-    e, f = power_of_two(x[4] + offsets[0]), power_of_two(x[5] + offsets[0])
-    g, h = power_of_two(x[6] + offsets[1]), power_of_two(x[7] + offsets[1])
-    words = halves_of_f32(a, b), halves_of_f32(c, d), halves_of_f32(e, f), halves_of_f32(g, h)
-    return words, (totals[0] + ((a + b) + (e + f)), totals[1] + ((c + d) + (g + h)))
-
-
-@cache
-def weigh(chunks: int) -> Function:
-    """Return a function (found, offsets, totals): eight words a chunk, the halves nearest to
-    2 ** (score + offset); and totals with these weights."""
-
-    def one(found: Any, offsets: Any, totals: Any) -> Any:
-        words, first = _weigh_two(found[:8], offsets[:2], totals[:2])
-        more, second = _weigh_two(found[8:16], offsets[2:], totals[2:])
-        return words + more, first + second
-
-    if chunks == 1:
-        return one
-    others = weigh(chunks - 1)
-
-    def all_chunks(found: Any, offsets: Any, totals: Any) -> Any:
-        words, totals = one(found, offsets, totals)
-        more, totals = others(found[16:], offsets, totals)
-        return words + more, totals
-
-    return all_chunks
-
-
 # -- weights times values --------------------------------------------------------------------------
 
 
 @cache
-def _columns_of_values(columns: int, offset: int, column: int = 0) -> Function:
-    """Return a function (a, place, sums): sums and so many chunks of values times weights.
+def value_products(columns: int, column: int = 0) -> Function:
+    """Return a function (weights, values, offset, sums): sums and the products of a chunk of cells.
 
-    offset   of the chunk of cells
+    columns          chunks of values
+    values, offset   where a lane finds the row that it loads for a warp, of a multiple of eight
+                     cells, and how far behind that row it is
     """
     further = _STEP * column
 
-    def one(a: Any, place: int, sums: Any) -> Any:
-        return _products(a, shared_load_turned(i32(place ^ further) + offset), sums)
+    def one(weights: Any, values: int, offset: int, sums: Any) -> Any:
+        return _products(weights, shared_load_turned(i32(values ^ further) + offset), sums)
 
     if column + 1 == columns:
         return one
-    others = _columns_of_values(columns, offset, column + 1)
+    others = value_products(columns, column + 1)
 
-    def all_columns(a: Any, place: int, sums: Any) -> Any:
-        return one(a, place, sums[:16]) + others(a, place, sums[16:])
+    def all_columns(weights: Any, values: int, offset: int, sums: Any) -> Any:
+        return one(weights, values, offset, sums[:16]) + others(weights, values, offset, sums[16:])
 
     return all_columns
-
-
-@cache
-def value_products(columns: int, pitch: int, chunks: int, chunk: int = 0) -> Function:
-    """Return a function (weights, values, sums): sums and the products of chunks of cells.
-
-    columns   chunks of values
-    values    where a lane finds the row that it loads for a warp, of the first chunk of cells
-    """
-    one = _columns_of_values(columns, CHUNK * pitch * chunk)
-    if chunk + 1 == chunks:
-        return one
-    others = value_products(columns, pitch, chunks, chunk + 1)
-
-    def products(weights: Any, values: int, sums: Any) -> Any:
-        return others(weights[8:], values, one(weights[:8], values, sums))
-
-    return products
-
-
-def _times_two(x: Any, by: Any) -> Any:
-    first = x[0] * by[0], x[1] * by[0], x[2] * by[1], x[3] * by[1]
-    return (*first, x[4] * by[0], x[5] * by[0], x[6] * by[1], x[7] * by[1])
-
-
-@cache
-def times(chunks: int) -> Function:
-    """Return a function (sums, factors): the sums of each pair times its factor."""
-
-    def one(x: Any, by: Any) -> Any:
-        return _times_two(x[:8], by[:2]) + _times_two(x[8:16], by[2:])
-
-    if chunks == 1:
-        return one
-    others = times(chunks - 1)
-
-    def all_chunks(x: Any, by: Any) -> Any:
-        return one(x, by) + others(x[16:], by)
-
-    return all_chunks
 
 
 @cache

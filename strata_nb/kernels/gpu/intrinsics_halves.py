@@ -1,4 +1,4 @@
-"""Name two more instructions over halves and floats, which attention of a prompt batch uses.
+"""Name three more instructions, which attention of a prompt batch uses.
 
 As `intrinsics.py` has them.
 """
@@ -11,6 +11,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     Intrinsic,
     _amd_lane,
+    _amd_shuffle,
     _amd_word_of,
     _call,
     _ir,
@@ -67,3 +68,24 @@ power_of_two = Intrinsic(
     ptx=("ex2.approx.ftz.f32 $0, $1;", "=f,f"),
     amdgpu=_call("llvm.amdgcn.exp2.f32", "f32(f32)"),
 )
+
+
+def _nvidia_any(builder: Any, arguments: list[Any]) -> Any:
+    ir = _ir()
+    word, bit = llvm_type("i32"), ir.IntType(1)
+    is_so = builder.icmp_unsigned("!=", arguments[0], ir.Constant(word, 0))
+    vote = _call("llvm.nvvm.vote.any.sync", "i1(i32, i1)")
+    return builder.zext(vote(builder, [ir.Constant(word, -1), is_so]), word)
+
+
+def _amd_any(builder: Any, arguments: list[Any]) -> Any:
+    (found,) = arguments
+    for distance in (16, 8, 4, 2, 1):
+        other = _amd_shuffle(builder, [found, _ir().Constant(llvm_type("i32"), distance)])
+        found = builder.or_(found, other)
+    return found
+
+
+# 0 where the argument is 0 in all lanes of a warp, something else in all of them where it is not.
+# All 32 lanes take part.
+of_any_lane = Intrinsic("of_any_lane", "i32(i32)", ptx=_nvidia_any, amdgpu=_amd_any)
