@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.gpu.binding import rebind
-from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS, SINCE, UNTIL, Intrinsic
+from strata_nb.kernels.gpu.intrinsics.intrinsic import SINCE, UNTIL, Intrinsic, llvm_type
+from strata_nb.kernels.gpu.intrinsics.ordering import AWAIT_PREVIOUS
 from strata_nb.kernels.gpu.operations import GpuKernel
 
 Function = Callable[..., Any]
@@ -279,8 +280,6 @@ def _body(intrinsic: Intrinsic, vendor: str) -> Callable[[Any, list[Any]], Any]:
 
 def _assembly(intrinsic: Intrinsic, text: str, constraints: str) -> Callable[..., Any]:
     from llvmlite import ir
-
-    from strata_nb.kernels.gpu.intrinsics import llvm_type
 
     kind = ir.FunctionType(
         llvm_type(intrinsic.result), [llvm_type(one) for one in intrinsic.arguments]
