@@ -68,7 +68,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     shuffle_xor_f32,
     thread_index,
 )
-from strata_nb.kernels.gpu.intrinsics_halves import power_of_two
+from strata_nb.kernels.gpu.intrinsics import power_of_two
 from strata_nb.kernels.gpu.operations import Arguments, Function, GpuKernel, Grid, blocks_of
 from strata_nb.kernels.gpu.planes import plane_bytes
 

@@ -27,7 +27,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     shared_load_matrices,
     store_f32,
 )
-from strata_nb.kernels.gpu.intrinsics_halves import shared_load_turned
+from strata_nb.kernels.gpu.intrinsics import shared_load_turned
 from strata_nb.kernels.gpu.operations import Function
 
 CHUNK = 16

@@ -23,7 +23,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     larger_f32,
     shuffle_xor_f32,
 )
-from strata_nb.kernels.gpu.intrinsics_halves import of_any_lane, power_of_two
+from strata_nb.kernels.gpu.intrinsics import of_any_lane, power_of_two
 from strata_nb.kernels.gpu.operations import Function
 
 _UNIT, _MOST = 9.0, 15.0  # the largest score after an offset was chosen, and until one is

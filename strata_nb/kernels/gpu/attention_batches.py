@@ -171,7 +171,8 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
     multiply = key_products(key_steps, key_pitch, _CHUNKS)
     only_seen, chosen, shift = seen_ones(_CHUNKS), offsets_of(_CHUNKS), added(_CHUNKS)
     tame, weigh = tamer(_CHUNKS, columns), weigher(columns, value_pitch, _CHUNKS)
-    store = store_row(columns)
+    store, store_second = store_row(0, columns), store_row(1, columns)
+    store_third, store_fourth = store_row(2, columns), store_row(3, columns)
     pieces = key_length // 8
     between = threads // pieces
 
@@ -297,17 +298,17 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
             one = f32(1.0)
             a, b = one / _sum_of_quad(totals[0]), one / _sum_of_quad(totals[1])
             c, d = one / _sum_of_quad(totals[2]), one / _sum_of_quad(totals[3])
-            # Of pair p of row `own` the results begin at this many values.
-            place = out + 4 * value_length * (group * kv_head + pair) + 8 * t
+            # Eight pairs further on, of the same row, results lie so much further.
+            place, eight = out + 4 * value_length * (group * kv_head + pair) + 8 * t, 32 * value_length
             of_row = 4 * value_length * (heads - group)
             if seen_to[0] >= 0:
                 store(place + of_row * own[0], sums, a)
             if seen_to[1] >= 0:
-                store(place + 4 * value_length * 8 + of_row * own[1], sums[2:], b)
+                store_second(place + eight + of_row * own[1], sums, b)
             if seen_to[2] >= 0:
-                store(place + 4 * value_length * 16 + of_row * own[2], sums[8:], c)
+                store_third(place + 2 * eight + of_row * own[2], sums, c)
             if seen_to[3] >= 0:
-                store(place + 4 * value_length * 24 + of_row * own[3], sums[10:], d)
+                store_fourth(place + 3 * eight + of_row * own[3], sums, d)
             begin = end
 
     def grid(given: Arguments, rows: int) -> Grid:

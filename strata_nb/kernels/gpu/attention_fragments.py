@@ -11,8 +11,8 @@ g + 8, g + 16 and g + 24. A *chunk* is 16 cells, or 16 values; of it a lane has 
 Scores of a chunk of cells, as halves, are in just the order in which products with values want
 their weights.
 
-Tuples become registers; functions are made for a length, and work on the first items and leave the
-others to the next shorter one. Rows of queries, keys and values lie in shared memory with their
+Tuples become registers; sums are a tuple of chunks. Functions are made for a number of chunks, and
+work on the first and leave the others to the function for one less. Rows of queries, keys and values lie in shared memory with their
 pieces of 16 bytes turned (`turned`): a step of 16 values is one xor.
 """
 
@@ -25,9 +25,9 @@ from strata_nb.kernels.gpu.intrinsics import (
     i32,
     mma_of_halves,
     shared_load_matrices,
+    shared_load_turned,
     store_f32,
 )
-from strata_nb.kernels.gpu.intrinsics_halves import shared_load_turned
 from strata_nb.kernels.gpu.operations import Function
 
 CHUNK = 16
@@ -58,7 +58,7 @@ def of_pairs(chunks: int) -> Function:
 
     def of_one(numbers: Any) -> Any:
         a, b, c, d = numbers
-        return a, a, b, b, a, a, b, b, c, c, d, d, c, c, d, d
+        return ((a, a, b, b, a, a, b, b, c, c, d, d, c, c, d, d),)
 
     if chunks == 1:
         return of_one
@@ -78,14 +78,14 @@ def _columns_of_keys(chunks: int, pitch: int) -> Function:
     """Return a function (a, place, sums): sums and the products of 16 values of so many chunks."""
 
     def one(a: Any, place: int, sums: Any) -> Any:
-        return _products(a, shared_load_matrices(place), sums)
+        return (_products(a, shared_load_matrices(place), sums[0]),)
 
     if chunks == 1:
         return one
     others = _columns_of_keys(chunks - 1, pitch)
 
     def all_chunks(a: Any, place: int, sums: Any) -> Any:
-        return one(a, place, sums[:16]) + others(a, place + CHUNK * pitch, sums[16:])
+        return one(a, place, sums[:1]) + others(a, place + CHUNK * pitch, sums[1:])
 
     return all_chunks
 
@@ -129,38 +129,40 @@ def value_products(columns: int, column: int = 0) -> Function:
     further = _STEP * column
 
     def one(weights: Any, values: int, offset: int, sums: Any) -> Any:
-        return _products(weights, shared_load_turned(i32(values ^ further) + offset), sums)
+        place = i32(values ^ further) + offset
+        return (_products(weights, shared_load_turned(place), sums[0]),)
 
     if column + 1 == columns:
         return one
     others = value_products(columns, column + 1)
 
     def all_columns(weights: Any, values: int, offset: int, sums: Any) -> Any:
-        return one(weights, values, offset, sums[:16]) + others(weights, values, offset, sums[16:])
+        first = one(weights, values, offset, sums[:1])
+        return first + others(weights, values, offset, sums[1:])
 
     return all_columns
 
 
 @cache
-def store_row(columns: int) -> Function:
-    """Return a function (place, sums, factor): stores a pair's values times a factor.
+def store_row(pair: int, columns: int) -> Function:
+    """Return a function (place, sums, factor): stores the values of one of a lane's four pairs,
+    times a factor; place is that of the lane's first."""
+    first = (0, 2, 8, 10)[pair]
+    second, third, fourth = first + 1, first + 4, first + 5
 
-    place   of the first that the lane has
-    sums    from the pair's first one on
-    """
-
-    def one(place: int, x: Any, factor: Any) -> None:
-        store_f32(place, x[0] * factor)
-        store_f32(place + 4, x[1] * factor)
-        store_f32(place + 32, x[4] * factor)
-        store_f32(place + 36, x[5] * factor)
+    def one(place: int, sums: Any, factor: Any) -> None:
+        x = sums[0]
+        store_f32(place, x[first] * factor)
+        store_f32(place + 4, x[second] * factor)
+        store_f32(place + 32, x[third] * factor)
+        store_f32(place + 36, x[fourth] * factor)
 
     if columns == 1:
         return one
-    others = store_row(columns - 1)
+    others = store_row(pair, columns - 1)
 
-    def all_columns(place: int, x: Any, factor: Any) -> None:
-        one(place, x, factor)
-        others(place + 64, x[16:], factor)
+    def all_columns(place: int, sums: Any, factor: Any) -> None:
+        one(place, sums, factor)
+        others(place + 64, sums[1:], factor)
 
     return all_columns

@@ -21,9 +21,10 @@ from strata_nb.kernels.gpu.intrinsics import (
     halves_of_f32,
     i32,
     larger_f32,
+    of_any_lane,
+    power_of_two,
     shuffle_xor_f32,
 )
-from strata_nb.kernels.gpu.intrinsics_halves import of_any_lane, power_of_two
 from strata_nb.kernels.gpu.operations import Function
 
 _UNIT, _MOST = 9.0, 15.0  # the largest score after an offset was chosen, and until one is
@@ -46,10 +47,9 @@ def seen_ones(chunks: int) -> Function:
         return a, b, c, d
 
     def one(found: Any, seen: Any) -> Any:
-        half = CHUNK // 2
-        first = column(found[:4], seen[:2], 0) + column(found[4:8], seen[:2], half)
-        second = column(found[8:12], seen[2:], 0) + column(found[12:16], seen[2:], half)
-        return first + second
+        x, half = found[0], CHUNK // 2
+        first = column(x[:4], seen[:2], 0) + column(x[4:8], seen[:2], half)
+        return (first + column(x[8:12], seen[2:], 0) + column(x[12:], seen[2:], half),)
 
     if chunks == 1:
         return one
@@ -58,7 +58,7 @@ def seen_ones(chunks: int) -> Function:
     def all_chunks(found: Any, seen: Any) -> Any:
         a, b, c, d = seen
         behind = i32(a - CHUNK), i32(b - CHUNK), i32(c - CHUNK), i32(d - CHUNK)
-        return one(found[:16], seen) + others(found[16:], behind)
+        return one(found, seen) + others(found[1:], behind)
 
     return all_chunks
 
@@ -77,14 +77,15 @@ def _largest_of(chunks: int) -> Function:
     """Return a function (found, best): the largest of a lane's scores of each pair, and of best."""
 
     def one(found: Any, best: Any) -> Any:
-        return _largest_of_two(found[:8], best[:2]) + _largest_of_two(found[8:16], best[2:])
+        x = found[0]
+        return _largest_of_two(x[:8], best[:2]) + _largest_of_two(x[8:], best[2:])
 
     if chunks == 1:
         return one
     others = _largest_of(chunks - 1)
 
     def all_chunks(found: Any, best: Any) -> Any:
-        return others(found[16:], one(found, best))
+        return others(found[1:], one(found, best))
 
     return all_chunks
 
@@ -129,14 +130,14 @@ def added(chunks: int) -> Function:
     """Return a function (found, by): the scores of each pair and a number of its own."""
 
     def one(x: Any, by: Any) -> Any:
-        return _two_added(x[:8], by[:2]) + _two_added(x[8:16], by[2:])
+        return (_two_added(x[0][:8], by[:2]) + _two_added(x[0][8:], by[2:]),)
 
     if chunks == 1:
         return one
     others = added(chunks - 1)
 
     def all_chunks(x: Any, by: Any) -> Any:
-        return one(x, by) + others(x[16:], by)
+        return one(x, by) + others(x[1:], by)
 
     return all_chunks
 
@@ -151,14 +152,14 @@ def _times(chunks: int) -> Function:
     """Return a function (sums, by): the sums of each pair times a number of its own."""
 
     def one(x: Any, by: Any) -> Any:
-        return _two_times(x[:8], by[:2]) + _two_times(x[8:16], by[2:])
+        return (_two_times(x[0][:8], by[:2]) + _two_times(x[0][8:], by[2:]),)
 
     if chunks == 1:
         return one
     others = _times(chunks - 1)
 
     def all_chunks(x: Any, by: Any) -> Any:
-        return one(x, by) + others(x[16:], by)
+        return one(x, by) + others(x[1:], by)
 
     return all_chunks
 
@@ -218,8 +219,8 @@ def weigher(columns: int, pitch: int, chunks: int, chunk: int = 0) -> Function:
     mix, offset = value_products(columns), CHUNK * pitch * chunk
 
     def one(found: Any, values: int, totals: Any, sums: Any) -> Any:
-        words, first = _two_weighed(found[:8], totals[:2])
-        more, second = _two_weighed(found[8:16], totals[2:])
+        words, first = _two_weighed(found[0][:8], totals[:2])
+        more, second = _two_weighed(found[0][8:], totals[2:])
         return first + second, mix(words + more, values, i32(offset), sums)
 
     if chunk + 1 == chunks:
@@ -228,6 +229,6 @@ def weigher(columns: int, pitch: int, chunks: int, chunk: int = 0) -> Function:
 
     def all_chunks(found: Any, values: int, totals: Any, sums: Any) -> Any:
         totals, sums = one(found, values, totals, sums)
-        return others(found[16:], values, totals, sums)
+        return others(found[1:], values, totals, sums)
 
     return all_chunks
