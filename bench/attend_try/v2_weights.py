@@ -202,7 +202,12 @@ def weigher(columns: int, pitch: int, chunks: int, chunk: int = 0) -> Function:
     def further(found: Any, offsets: Any, totals: Any, sums: Any) -> Any:
         """Return all these where the offsets of some pairs have changed."""
         by = chosen(found[:16], f32(_MOST))
-        a, b, c, d = power_of_two(by[0]), power_of_two(by[1]), power_of_two(by[2]), power_of_two(by[3])
+        a, b, c, d = (
+            power_of_two(by[0]),
+            power_of_two(by[1]),
+            power_of_two(by[2]),
+            power_of_two(by[3]),
+        )
         offsets = offsets[0] + by[0], offsets[1] + by[1], offsets[2] + by[2], offsets[3] + by[3]
         totals = totals[0] * a, totals[1] * b, totals[2] * c, totals[3] * d
         return shift(found, by), offsets, totals, shrink(sums, (a, b, c, d))

@@ -299,7 +299,10 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
             a, b = one / _sum_of_quad(totals[0]), one / _sum_of_quad(totals[1])
             c, d = one / _sum_of_quad(totals[2]), one / _sum_of_quad(totals[3])
             # Eight pairs further on, of the same row, results lie so much further.
-            place, eight = out + 4 * value_length * (group * kv_head + pair) + 8 * t, 32 * value_length
+            place, eight = (
+                out + 4 * value_length * (group * kv_head + pair) + 8 * t,
+                32 * value_length,
+            )
             of_row = 4 * value_length * (heads - group)
             if seen_to[0] >= 0:
                 store(place + of_row * own[0], sums, a)

@@ -32,6 +32,7 @@ from strata_nb.kernels.gpu.operations import Function
 
 CHUNK = 16
 _STEP = 32  # bytes of a chunk of values
+_FEW = 4
 
 
 def turned(row: Any, piece: Any) -> Any:
@@ -52,22 +53,27 @@ def _products(a: Any, x: Any, c: Any) -> Any:
     return first + _add(a[4:], x[0], x[1], c[8:12]) + _add(a[4:], x[2], x[3], c[12:])
 
 
+def _of_pairs(numbers: Any) -> Any:
+    a, b, c, d = numbers
+    chunk = a, a, b, b, a, a, b, b, c, c, d, d, c, c, d, d
+    return chunk, chunk, chunk, chunk
+
+
 @cache
 def of_pairs(chunks: int) -> Function:
-    """Return a function (numbers) of four numbers, one of each pair: so many chunks of them."""
+    """Return a function (numbers) of four numbers, one of each pair: 4 or 8 chunks of them."""
+    if chunks == _FEW:
+        return _of_pairs
+    return lambda numbers: _of_pairs(numbers) + _of_pairs(numbers)
 
-    def of_one(numbers: Any) -> Any:
-        a, b, c, d = numbers
-        return ((a, a, b, b, a, a, b, b, c, c, d, d, c, c, d, d),)
 
+@cache
+def of_each(one: Function, chunks: int) -> Function:
+    """Return a function (sums, by): what `one` makes of each chunk and `by`."""
     if chunks == 1:
-        return of_one
-    others = of_pairs(chunks - 1)
-
-    def of_all(numbers: Any) -> Any:
-        return of_one(numbers) + others(numbers)
-
-    return of_all
+        return lambda sums, by: (one(sums[0], by),)
+    others = of_each(one, chunks - 1)
+    return lambda sums, by: (one(sums[0], by), *others(sums[1:], by))
 
 
 # -- queries times keys ----------------------------------------------------------------------------
@@ -76,18 +82,27 @@ def of_pairs(chunks: int) -> Function:
 @cache
 def _columns_of_keys(chunks: int, pitch: int) -> Function:
     """Return a function (a, place, sums): sums and the products of 16 values of so many chunks."""
-
-    def one(a: Any, place: int, sums: Any) -> Any:
-        return (_products(a, shared_load_matrices(place), sums[0]),)
-
     if chunks == 1:
-        return one
+        return lambda a, place, sums: (_products(a, shared_load_matrices(place), sums[0]),)
     others = _columns_of_keys(chunks - 1, pitch)
 
-    def all_chunks(a: Any, place: int, sums: Any) -> Any:
-        return one(a, place, sums[:1]) + others(a, place + CHUNK * pitch, sums[1:])
+    def products(a: Any, place: int, sums: Any) -> Any:
+        first = _products(a, shared_load_matrices(place), sums[0])
+        return (first, *others(a, place + CHUNK * pitch, sums[1:]))
 
-    return all_chunks
+    return products
+
+
+@cache
+def _key_step(pitch: int, chunks: int) -> Function:
+    """Return a function (queries, keys, sums): sums and the products of 16 values."""
+    columns = _columns_of_keys(chunks, pitch)
+
+    def multiply(queries: int, keys: int, sums: Any) -> Any:
+        a = shared_load_matrices(queries) + shared_load_matrices(queries + CHUNK * pitch)
+        return columns(a, keys, sums)
+
+    return multiply
 
 
 @cache
@@ -98,19 +113,16 @@ def key_products(steps: int, pitch: int, chunks: int, step: int = 0) -> Function
     queries, keys   where a lane finds the row that it loads for a warp: of the first 16 pairs, of
                     the first chunk
     """
-    columns, further = _columns_of_keys(chunks, pitch), _STEP * step
-
-    def multiply(queries: int, keys: int, sums: Any) -> Any:
-        place = i32(queries ^ further)
-        a = shared_load_matrices(place) + shared_load_matrices(place + CHUNK * pitch)
-        return columns(a, i32(keys ^ further), sums)
-
-    if step + 1 == steps:
-        return multiply
+    multiply, further = _key_step(pitch, chunks), _STEP * step
+    if step == steps - 1:
+        return lambda queries, keys, sums: multiply(
+            i32(queries ^ further), i32(keys ^ further), sums
+        )
     others = key_products(steps, pitch, chunks, step + 1)
 
     def products(queries: int, keys: int, sums: Any) -> Any:
-        return others(queries, keys, multiply(queries, keys, sums))
+        sums = multiply(i32(queries ^ further), i32(keys ^ further), sums)
+        return others(queries, keys, sums)
 
     return products
 
@@ -130,17 +142,17 @@ def value_products(columns: int, column: int = 0) -> Function:
 
     def one(weights: Any, values: int, offset: int, sums: Any) -> Any:
         place = i32(values ^ further) + offset
-        return (_products(weights, shared_load_turned(place), sums[0]),)
+        return _products(weights, shared_load_turned(place), sums)
 
     if column + 1 == columns:
-        return one
+        return lambda weights, values, offset, sums: (one(weights, values, offset, sums[0]),)
     others = value_products(columns, column + 1)
 
-    def all_columns(weights: Any, values: int, offset: int, sums: Any) -> Any:
-        first = one(weights, values, offset, sums[:1])
-        return first + others(weights, values, offset, sums[1:])
+    def products(weights: Any, values: int, offset: int, sums: Any) -> Any:
+        first = one(weights, values, offset, sums[0])
+        return (first, *others(weights, values, offset, sums[1:]))
 
-    return all_columns
+    return products
 
 
 @cache
@@ -150,19 +162,18 @@ def store_row(pair: int, columns: int) -> Function:
     first = (0, 2, 8, 10)[pair]
     second, third, fourth = first + 1, first + 4, first + 5
 
-    def one(place: int, sums: Any, factor: Any) -> None:
-        x = sums[0]
+    def one(place: int, x: Any, factor: Any) -> None:
         store_f32(place, x[first] * factor)
         store_f32(place + 4, x[second] * factor)
         store_f32(place + 32, x[third] * factor)
         store_f32(place + 36, x[fourth] * factor)
 
     if columns == 1:
-        return one
+        return lambda place, sums, factor: one(place, sums[0], factor)
     others = store_row(pair, columns - 1)
 
     def all_columns(place: int, sums: Any, factor: Any) -> None:
-        one(place, sums, factor)
+        one(place, sums[0], factor)
         others(place + 64, sums[1:], factor)
 
     return all_columns

@@ -57,9 +57,7 @@ def with_runs(
         number += fused.taken if fused else 1
 
 
-def _fused(
-    program: Sequence[Launch], start: int, rows: int, *, same_bits: bool
-) -> Fused | None:
+def _fused(program: Sequence[Launch], start: int, rows: int, *, same_bits: bool) -> Fused | None:
     """Return what a card launches for the launches from `start` on, None if they are no part of
     attention that is launched otherwise."""
     first = program[start]
@@ -75,9 +73,7 @@ def _fused(
     return None
 
 
-def _attention(
-    program: Sequence[Launch], start: int, rows: int, *, same_bits: bool
-) -> Fused:
+def _attention(program: Sequence[Launch], start: int, rows: int, *, same_bits: bool) -> Fused:
     one = program[start]
     given = arguments_of(one)
     attention = card_launch(one)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from strata_nb.kernels.gpu.attention_fragments import CHUNK, value_products
+from strata_nb.kernels.gpu.attention_fragments import CHUNK, of_each, value_products
 from strata_nb.kernels.gpu.intrinsics import (
     f32,
     halves_of_f32,
@@ -31,34 +31,35 @@ _UNIT, _MOST = 9.0, 15.0  # the largest score after an offset was chosen, and un
 _MINUS_INFINITY = float("-inf")
 
 
+def _seen_column(found: Any, seen: Any, cell: int) -> Any:
+    nothing = f32(_MINUS_INFINITY)
+    a = found[0] if seen[0] >= cell else nothing
+    b = found[1] if seen[0] >= cell + 1 else nothing
+    c = found[2] if seen[1] >= cell else nothing
+    d = found[3] if seen[1] >= cell + 1 else nothing
+    return a, b, c, d
+
+
+def _seen_chunk(x: Any, seen: Any) -> Any:
+    half = CHUNK // 2
+    first = _seen_column(x[:4], seen[:2], 0) + _seen_column(x[4:8], seen[:2], half)
+    return first + _seen_column(x[8:12], seen[2:], 0) + _seen_column(x[12:], seen[2:], half)
+
+
 @cache
 def seen_ones(chunks: int) -> Function:
     """Return a function (found, seen): the scores, -infinity where a pair does not see the cell.
 
     seen   of the four pairs, how far behind a lane's first cell the last one is that it sees
     """
-
-    def column(found: Any, seen: Any, cell: int) -> Any:
-        nothing = f32(_MINUS_INFINITY)
-        a = found[0] if seen[0] >= cell else nothing
-        b = found[1] if seen[0] >= cell + 1 else nothing
-        c = found[2] if seen[1] >= cell else nothing
-        d = found[3] if seen[1] >= cell + 1 else nothing
-        return a, b, c, d
-
-    def one(found: Any, seen: Any) -> Any:
-        x, half = found[0], CHUNK // 2
-        first = column(x[:4], seen[:2], 0) + column(x[4:8], seen[:2], half)
-        return (first + column(x[8:12], seen[2:], 0) + column(x[12:], seen[2:], half),)
-
     if chunks == 1:
-        return one
+        return lambda found, seen: (_seen_chunk(found[0], seen),)
     others = seen_ones(chunks - 1)
 
     def all_chunks(found: Any, seen: Any) -> Any:
         a, b, c, d = seen
         behind = i32(a - CHUNK), i32(b - CHUNK), i32(c - CHUNK), i32(d - CHUNK)
-        return one(found, seen) + others(found[1:], behind)
+        return (_seen_chunk(found[0], seen), *others(found[1:], behind))
 
     return all_chunks
 
@@ -66,33 +67,27 @@ def seen_ones(chunks: int) -> Function:
 # -- offsets ---------------------------------------------------------------------------------------
 
 
-def _largest_of_two(x: Any, best: Any) -> Any:
-    first = larger_f32(larger_f32(x[0], x[1]), larger_f32(x[4], x[5]))
-    second = larger_f32(larger_f32(x[2], x[3]), larger_f32(x[6], x[7]))
-    return larger_f32(best[0], first), larger_f32(best[1], second)
+def _nothing() -> Any:
+    nothing = f32(_MINUS_INFINITY)
+    return nothing, nothing, nothing, nothing
+
+
+def _largest_of_chunk(x: Any, best: Any) -> Any:
+    a = larger_f32(larger_f32(x[0], x[1]), larger_f32(x[4], x[5]))
+    b = larger_f32(larger_f32(x[2], x[3]), larger_f32(x[6], x[7]))
+    c = larger_f32(larger_f32(x[8], x[9]), larger_f32(x[12], x[13]))
+    d = larger_f32(larger_f32(x[10], x[11]), larger_f32(x[14], x[15]))
+    first = larger_f32(best[0], a), larger_f32(best[1], b)
+    return (*first, larger_f32(best[2], c), larger_f32(best[3], d))
 
 
 @cache
 def _largest_of(chunks: int) -> Function:
     """Return a function (found, best): the largest of a lane's scores of each pair, and of best."""
-
-    def one(found: Any, best: Any) -> Any:
-        x = found[0]
-        return _largest_of_two(x[:8], best[:2]) + _largest_of_two(x[8:], best[2:])
-
     if chunks == 1:
-        return one
+        return lambda found, best: _largest_of_chunk(found[0], best)
     others = _largest_of(chunks - 1)
-
-    def all_chunks(found: Any, best: Any) -> Any:
-        return others(found[1:], one(found, best))
-
-    return all_chunks
-
-
-def _nothing() -> Any:
-    nothing = f32(_MINUS_INFINITY)
-    return nothing, nothing, nothing, nothing
+    return lambda found, best: others(found[1:], _largest_of_chunk(found[0], best))
 
 
 def _largest_of_quad(x: Any) -> Any:
@@ -106,18 +101,17 @@ def _chosen(best: Any, most: Any) -> Any:
     return f32(_UNIT) - best if best > most else f32(0.0)
 
 
+def _all_chosen(best: Any, most: Any) -> Any:
+    first = _chosen(best[0], most), _chosen(best[1], most)
+    return (*first, _chosen(best[2], most), _chosen(best[3], most))
+
+
 @cache
 def offsets_of(chunks: int) -> Function:
     """Return a function (found): what brings the largest score of each pair to 9, or 0 where there
     is none. All lanes of a warp take part."""
     largest = _largest_of(chunks)
-
-    def chosen(found: Any) -> Any:
-        a, b, c, d = largest(found, _nothing())
-        nothing = f32(_MINUS_INFINITY)
-        return _chosen(a, nothing), _chosen(b, nothing), _chosen(c, nothing), _chosen(d, nothing)
-
-    return chosen
+    return lambda found: _all_chosen(largest(found, _nothing()), f32(_MINUS_INFINITY))
 
 
 def _two_added(x: Any, by: Any) -> Any:
@@ -125,21 +119,13 @@ def _two_added(x: Any, by: Any) -> Any:
     return (*first, x[4] + by[0], x[5] + by[0], x[6] + by[1], x[7] + by[1])
 
 
-@cache
+def _added(x: Any, by: Any) -> Any:
+    return _two_added(x[:8], by[:2]) + _two_added(x[8:], by[2:])
+
+
 def added(chunks: int) -> Function:
     """Return a function (found, by): the scores of each pair and a number of its own."""
-
-    def one(x: Any, by: Any) -> Any:
-        return (_two_added(x[0][:8], by[:2]) + _two_added(x[0][8:], by[2:]),)
-
-    if chunks == 1:
-        return one
-    others = added(chunks - 1)
-
-    def all_chunks(x: Any, by: Any) -> Any:
-        return one(x, by) + others(x[1:], by)
-
-    return all_chunks
+    return of_each(_added, chunks)
 
 
 def _two_times(x: Any, by: Any) -> Any:
@@ -147,21 +133,8 @@ def _two_times(x: Any, by: Any) -> Any:
     return (*first, x[4] * by[0], x[5] * by[0], x[6] * by[1], x[7] * by[1])
 
 
-@cache
-def _times(chunks: int) -> Function:
-    """Return a function (sums, by): the sums of each pair times a number of its own."""
-
-    def one(x: Any, by: Any) -> Any:
-        return (_two_times(x[0][:8], by[:2]) + _two_times(x[0][8:], by[2:]),)
-
-    if chunks == 1:
-        return one
-    others = _times(chunks - 1)
-
-    def all_chunks(x: Any, by: Any) -> Any:
-        return one(x, by) + others(x[1:], by)
-
-    return all_chunks
+def _times(x: Any, by: Any) -> Any:
+    return _two_times(x[:8], by[:2]) + _two_times(x[8:], by[2:])
 
 
 @cache
@@ -171,21 +144,16 @@ def tamer(chunks: int, columns: int) -> Function:
 
     columns   chunks of values
     """
-    largest, shift, shrink = _largest_of(chunks), added(chunks), _times(columns)
+    largest, shift, shrink = _largest_of(chunks), added(chunks), of_each(_times, columns)
 
     def tame(found: Any, offsets: Any, totals: Any, sums: Any) -> Any:
         best, most = largest(found, _nothing()), f32(_MOST)
         above = larger_f32(larger_f32(best[0], best[1]), larger_f32(best[2], best[3])) > most
         if of_any_lane(i32(1) if above else i32(0)) != 0:
-            e, f, g, h = (
-                _chosen(best[0], most),
-                _chosen(best[1], most),
-                _chosen(best[2], most),
-                _chosen(best[3], most),
-            )
+            more = _all_chosen(best, most)
+            e, f, g, h = more
             by = power_of_two(e), power_of_two(f), power_of_two(g), power_of_two(h)
-            found = shift(found, (e, f, g, h))
-            sums = shrink(sums, by)
+            found, sums = shift(found, more), shrink(sums, by)
             a, b, c, d = offsets
             offsets = a + e, b + f, c + g, d + h
             a, b, c, d = totals
@@ -218,17 +186,17 @@ def weigher(columns: int, pitch: int, chunks: int, chunk: int = 0) -> Function:
     """
     mix, offset = value_products(columns), CHUNK * pitch * chunk
 
-    def one(found: Any, values: int, totals: Any, sums: Any) -> Any:
-        words, first = _two_weighed(found[0][:8], totals[:2])
-        more, second = _two_weighed(found[0][8:], totals[2:])
+    def one(x: Any, values: int, totals: Any, sums: Any) -> Any:
+        words, first = _two_weighed(x[:8], totals[:2])
+        more, second = _two_weighed(x[8:], totals[2:])
         return first + second, mix(words + more, values, i32(offset), sums)
 
     if chunk + 1 == chunks:
-        return one
+        return lambda found, values, totals, sums: one(found[0], values, totals, sums)
     others = weigher(columns, pitch, chunks, chunk + 1)
 
     def all_chunks(found: Any, values: int, totals: Any, sums: Any) -> Any:
-        totals, sums = one(found, values, totals, sums)
+        totals, sums = one(found[0], values, totals, sums)
         return others(found[1:], values, totals, sums)
 
     return all_chunks
