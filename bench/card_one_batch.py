@@ -78,7 +78,7 @@ def main() -> None:
 def _profiled(engine: Engine, rows: int, depth: int) -> dict[str, Any]:
     model = engine._device()
     card, many = card_of(engine), model._steps._many
-    launches = card_launches(many._programs.body, rows)
+    launches = card_launches(many._programs.body, rows, same_bits=card.same_bits)
 
     def seconds(some: Any) -> float:
         with ExitStack() as owner:

@@ -140,6 +140,7 @@ class CardBackend:
     """
 
     overlaps = True  # kernels begin while the one in front of them ends, on cards that can
+    same_bits = True  # of a row, in a window and in a batch of any size
     has_slots, of_host, most_rows = True, False, MOST_ROWS
     chooses_tokens = attends_in_runs = batches_apart = fills = pools = True
     gathers_rows = False
@@ -206,7 +207,7 @@ class CardBackend:
         wanted: dict[str, Wanted] = {}
         for program in programs:
             for rows in _sizes(batch_rows):
-                for one in card_launches(program, rows, self._pool):
+                for one in self._launches(program, rows):
                     one.grid(rows)  # refused before a model is loaded
                     if one.kernel.name not in self._machine:
                         wanted[one.kernel.name] = (one.kernel, one.kinds)
@@ -230,9 +231,12 @@ class CardBackend:
         graphs = {rows: [self._graph(piece, rows) for piece in pieces] for rows in sizes}
         return CardProgram(graphs, ends)
 
+    def _launches(self, program: Program, rows: int) -> Sequence[CardLaunch]:
+        return card_launches(program, rows, self._pool, same_bits=self.same_bits)
+
     def _graph(self, piece: Program, rows: int) -> int:
         """Return an executable graph of a piece of a program."""
-        launches = card_launches(piece, rows, self._pool)
+        launches = self._launches(piece, rows)
         for one in launches:
             self._load(one.kernel, one.shared_bytes)
         graph = self._captured(launches, rows)
@@ -343,7 +347,7 @@ class CardBackend:
         until the part is there. The programs run again and again, with what the last step had sent;
         what they count is put back.
         """
-        launches = [one for program in programs for one in card_launches(program, rows, self._pool)]
+        launches = [one for program in programs for one in self._launches(program, rows)]
         self.wait()
         self._send_tables()
         try:
