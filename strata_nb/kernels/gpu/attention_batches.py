@@ -92,30 +92,20 @@ def batch_blocks(rows: int, given: Arguments, warps: int = WARPS) -> int:
 
 @cache
 def _copier(length: int, threads: int) -> Function:
-    """Return a function (place, plane, most, thread) that sends a thread's part of a K/V block on
-    its way.
+    """Return a function (place, plane, thread) that sends a thread's part of a K/V block on its way.
 
-    most   the last cell that anyone sees of it, which stands for those behind
+    All 64 cells come, written or not.
     """
     pieces, pitch = length // 8, 2 * length
     between = threads // pieces
-    each = BLOCK_CELLS // between
 
-    def copy(place: int, plane: int, most: int, thread: int) -> None:
+    def copy(place: int, plane: int, thread: int) -> None:
         row, piece = thread // pieces, thread & (pieces - 1)
-        to, number = place + pitch * row + turned(row, piece), 0
-        if most >= BLOCK_CELLS - 1:
-            address = plane + 16 * thread
-            while number < each:
-                further = pitch * between * number
-                copy_16(to + further, address + further)
-                number += 1
-        else:
-            address = plane + 16 * piece
-            while number < each:
-                cell = min(row + between * number, most)
-                copy_16(to + pitch * between * number, address + pitch * cell)
-                number += 1
+        to, address, number = place + pitch * row + turned(row, piece), plane + 16 * thread, 0
+        while number < BLOCK_CELLS // between:
+            further = pitch * between * number
+            copy_16(to + further, address + further)
+            number += 1
 
     return copy
 
@@ -256,16 +246,15 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
             )
             block = load_i64(line)
             barrier()  # of the sequence before, all have multiplied all
-            copy_keys(i32(keys_at), block + k_plane, last, thread)
+            copy_keys(i32(keys_at), block + k_plane, thread)
             zero = f32(0.0)
             none = zero, zero, zero, zero
             offsets, totals, sums, first = none, none, no_sums(none), i32(0)
             while first <= last:
-                left = i32(last - first)
                 following = load_i64(line + 8 * (min(first + BLOCK_CELLS, last) >> _BLOCK_SHIFT))
                 await_copies()
                 barrier()
-                copy_values(i32(values_at), block + v_plane, left, thread)
+                copy_values(i32(values_at), block + v_plane, thread)
                 are_seen = first + BLOCK_CELLS - 1 <= lowest
                 if not are_seen:
                     await_copies()
@@ -275,8 +264,8 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
                 found = multiply(queries, keys, begun(offsets))
                 await_copies()
                 barrier()
-                if left >= BLOCK_CELLS:
-                    copy_keys(i32(keys_at), following + k_plane, i32(left - BLOCK_CELLS), thread)
+                if first + BLOCK_CELLS <= last:
+                    copy_keys(i32(keys_at), following + k_plane, thread)
                 if not are_seen:
                     seen = i32(first + 2 * t)
                     found = only_seen(
