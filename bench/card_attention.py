@@ -12,10 +12,10 @@ Options:
   -o FILE          write the figures here, not to bench/results/card_attention.json
 
 Both kernels are measured: with the bits of windows (--deterministic), and in an order of its own.
-Queries, keys and values are random. The last four rows are compared with those of a window: bit by
-bit, or by the largest difference, as a share of the largest result. Each time is the median of 21 replays of a graph of what a card launches for the attention
-of one layer. TFLOPS count two operations for each product of a query with a key that its row sees,
-and of a weight with a value.
+Queries, keys and values are random. The last four rows are compared with those of a window: they
+differ by so large a share of the largest result. Each time is the median of 21 replays of a graph
+of what a card launches for the attention of one layer. TFLOPS count two operations for each product
+of a query with a key that its row sees, and of a weight with a value.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class Backend(Protocol[Prepared]):
     gathers_rows    whether rows are brought into the order of experts, or read where they are
     overlaps    whether kernels begin while the one in front of them ends; may be turned off before
                 programs are prepared
-    same_bits   whether a row has the same bits in a window and in a batch of any size; may be turned
-                off before programs are prepared, where batches are programs apart
+    same_bits   whether a prompt batch gives a row the bits that a window gives it; may be turned on
+                before programs are prepared
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
     fills       whether programs give missed experts slots (`cache/filling.py`); else the host does
     pools       whether programs can leave missed experts to the CPU (`device_pool.py`)
@@ -247,8 +247,7 @@ class HostBackend:
     chooses_tokens = attends_in_runs = batches_apart = fills = pools = False
     gathers_rows = True
     outside_bytes = reserve_bytes = 0
-    overlaps = False
-    same_bits = True
+    overlaps, same_bits = False, True
 
     def __init__(self, text: str, threads: int, recorder: Recorder | None = None) -> None:
         devices = parse_host_devices(text)

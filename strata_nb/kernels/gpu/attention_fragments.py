@@ -12,8 +12,9 @@ Scores of a chunk of cells, as halves, are in just the order in which products w
 their weights.
 
 Tuples become registers; sums are a tuple of chunks. Functions are made for a number of chunks, and
-work on the first and leave the others to the function for one less. Rows of queries, keys and values lie in shared memory with their
-pieces of 16 bytes turned (`turned`): a step of 16 values is one xor.
+work on the first and leave the others to the function for one less. Rows of queries, keys and
+values lie in shared memory with their pieces of 16 bytes turned (`turned`): a step of 16 values is
+one xor.
 """
 
 from __future__ import annotations
