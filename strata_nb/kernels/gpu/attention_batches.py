@@ -231,7 +231,7 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
             total, other_total = totals
             a, b = inverse_of_total(total[0]), inverse_of_total(total[1])
             c, d = inverse_of_total(other_total[0]), inverse_of_total(other_total[1])
-            # From a pair to the one eight further on, if it is of the same row, and from row to row.
+            # From a pair to the one eight further on of the same row, and from row to row.
             eight, of_row = 32 * value_length, 4 * value_length * (heads - group)
             place = out + 4 * value_length * (group * kv_head + pair) + 8 * t
             if position[0] >= 0:
