@@ -139,6 +139,7 @@ class CardBackend:
     recorder   writes down what the driver is asked; it stays the caller's
     """
 
+    same_bits = False
     overlaps = True  # kernels begin while the one in front of them ends, on cards that can
     has_slots, of_host, most_rows = True, False, MOST_ROWS
     chooses_tokens = attends_in_runs = batches_apart = fills = pools = True
@@ -186,6 +187,10 @@ class CardBackend:
 
     # Programs.
 
+    def launches(self, program: Program, rows: int) -> Sequence[CardLaunch]:
+        """Return what this card launches, in order, for a program of so many rows."""
+        return card_launches(program, rows, self._pool, same_bits=self.same_bits)
+
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         box_bytes, state_bytes = mailbox.box_bytes(width), -(-8 * WORDS // 256) * 256
         box = self._card.allocate_host(box_bytes)
@@ -209,7 +214,7 @@ class CardBackend:
         sizes += [(program, _sizes(batch_rows)) for program in batches]
         for program, numbers in sizes:
             for rows in numbers:
-                for one in card_launches(program, rows, self._pool):
+                for one in self.launches(program, rows):
                     one.grid(rows)  # refused before a model is loaded
                     if one.kernel.name not in self._machine:
                         wanted[one.kernel.name] = (one.kernel, one.kinds)
@@ -236,7 +241,7 @@ class CardBackend:
 
     def _graph(self, piece: Program, rows: int) -> int:
         """Return an executable graph of a piece of a program."""
-        launches = card_launches(piece, rows, self._pool)
+        launches = self.launches(piece, rows)
         for one in launches:
             self._load(one.kernel, one.shared_bytes)
         return self._instantiated(launches, rows)
@@ -352,7 +357,7 @@ class CardBackend:
         until the part is there. The programs run again and again, with what the last step had sent;
         what they count is put back.
         """
-        launches = [one for program in programs for one in card_launches(program, rows, self._pool)]
+        launches = [one for program in programs for one in self.launches(program, rows)]
         self.wait()
         self._send_tables()
         try:

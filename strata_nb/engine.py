@@ -155,6 +155,7 @@ class Engine:
         resources.callback(backend.close)
         refuse_on_backend(options, backend, self.device)
         backend.overlaps = backend.overlaps and options.overlap
+        backend.same_bits = backend.same_bits or options.deterministic
         if options.prefill == "auto":
             self.prefill_rows = min(backend.usual_rows(options.vram_limit), self.ctx_size)
         self.warnings += backend.warnings

@@ -269,9 +269,18 @@ def _matrices(words: Sequence[tuple[bytearray, int]]) -> list[tuple[int, ...]]:
     ]
 
 
+def _turned(words: Sequence[tuple[bytearray, int]]) -> list[tuple[int, ...]]:
+    """Return the words that each lane gets of the same blocks, each turned."""
+    rows = np.array([struct.unpack_from("<8h", *one) for one in words], np.int16)
+    blocks = np.ascontiguousarray(rows.reshape(4, 8, 8).transpose(0, 2, 1)).view(np.int32)
+    return [tuple(blocks[:, lane >> 2, lane & 3].tolist()) for lane in range(WARP)]
+
+
 # What lanes do together: of the words of each, what each gets.
 _PRODUCTS: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
     "shared_load_matrices": _matrices,
+    "shared_load_turned": _turned,
+    "of_any_lane": lambda words: [int(any(one[0] for one in words))] * len(words),
     "mma_of_halves": _product,
     "mma_16x8x16": _product_of_bytes,
     "mma_16x8x32": _product_of_bytes,
@@ -441,11 +450,13 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "fma": lambda a, b, c: np.float32(float(a) * float(b) + float(c)),
     "larger_f32": np.fmax,
     "square_root": np.sqrt,
+    "power_of_two": np.exp2,
     "i32": _low_word,
     "i64": lambda x: x,
     "once_i32": lambda x: x,
     "once_i64": lambda x: x,
     "as_one": lambda address: address,
+    "quotient_i32": lambda a, b: a // b,
     "shifted_down": _shifted_down,
     "f32_of_i32": np.float32,
     "f32": np.float32,
@@ -553,7 +564,7 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
         return posted
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
-    if name == "shared_load_matrices":
+    if name in ("shared_load_matrices", "shared_load_turned"):
 
         def load_matrices(place: int) -> Any:
             lane = getcurrent()

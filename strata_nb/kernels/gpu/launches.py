@@ -39,13 +39,15 @@ from strata_nb.kernels.program import Launch, Program
 
 
 def card_launches(
-    program: Program, rows: int, pool: PoolPlaces | None = None
+    program: Program, rows: int, pool: PoolPlaces | None = None, *, same_bits: bool = True
 ) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows.
 
-    pool   what it shares with the CPU, which then computes some of the missed experts of one row
+    pool        what it shares with the CPU, which then computes some of the missed experts of one
+                row
+    same_bits   whether a row has the bits of a window however many there are
     """
-    found = list(with_runs(program, rows))
+    found = list(with_runs(program, rows, same_bits=same_bits))
     if rows > WINDOW_ROWS:
         found = list(with_batches(list(with_slices(found, rows)), rows))
     found = list(with_shares(with_routes(found, rows, pool)))
