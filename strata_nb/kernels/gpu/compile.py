@@ -20,8 +20,15 @@ from typing import Any, NamedTuple
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.gpu.binding import rebind
-from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS, SINCE, UNTIL, Intrinsic
+from strata_nb.kernels.gpu.intrinsics import (
+    AWAIT_PREVIOUS,
+    SHARED_NAME,
+    SINCE,
+    UNTIL,
+    Intrinsic,
+)
 from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.gpu.warpgroups import ACCELERATED, BOUNDARY
 
 Function = Callable[..., Any]
 
@@ -97,7 +104,7 @@ def link(ptx: str, target: str) -> Cubin:
     """Return the cubin of PTX for a target such as "sm_90"; works without a card."""
     bindings = _numba().nvjitlink
     (entry,) = re.findall(r"\.entry\s+(\w+)\s*\(", ptx)
-    ptx = _for_target(ptx, int(target.removeprefix("sm_")))
+    ptx, target = _for_target(ptx, target)
     try:
         handle = bindings.create(3, [f"-arch={target}", "-verbose", "-O3"])
     except bindings.nvJitLinkError as error:
@@ -125,12 +132,14 @@ def link(ptx: str, target: str) -> Cubin:
     return Cubin(entry, bytes(image), registers, spills)
 
 
-def _for_target(ptx: str, target: int) -> str:
-    """Return PTX with the instructions that a target has and the oldest has not.
+def _for_target(ptx: str, name: str) -> tuple[str, str]:
+    """Return PTX with the instructions that a target has and the oldest has not, and how the linker
+    calls the target for it.
 
     The oldest targets need more registers for the same code; there a kernel takes as many as a
     block may have, and fewer blocks run beside each other.
     """
+    target = int(name.removeprefix("sm_"))
     if target < _SPARING:
         ptx = re.sub(r"^\.minnctapersm.*\n", "", ptx, flags=re.MULTILINE)
     for until in {int(one) for one in re.findall(UNTIL.format(r"(\d+)"), ptx)}:
@@ -140,8 +149,12 @@ def _for_target(ptx: str, target: int) -> str:
     usable = [since for since in found if since <= target]
     for since in usable:
         ptx = ptx.replace(SINCE.format(since), "")
-    oldest = "".join(map(str, OLDEST))
-    return ptx.replace(f".target sm_{oldest}", f".target sm_{max(usable)}") if usable else ptx
+    named = f".target sm_{''.join(map(str, OLDEST))}"
+    if ACCELERATED in ptx:
+        # Matrices of these instructions begin where nothing else in shared memory has to.
+        ptx = re.sub(rf"(\.shared \.align) \d+( \.b8 {SHARED_NAME})", rf"\1 {BOUNDARY}\2", ptx)
+        return ptx.replace(named, f".target {name}a"), f"{name}a"
+    return ptx.replace(named, f".target sm_{max(usable)}") if usable else ptx, name
 
 
 def _number(pattern: str, log: str) -> str:

@@ -130,6 +130,11 @@ def _shared(builder: Any, offset: Any, kind: Any) -> Any:
     return builder.bitcast(place, kind.as_pointer(_SHARED))
 
 
+def shared_place(builder: Any, offset: Any) -> Any:
+    """Emit the address of an offset within shared memory, as instructions of PTX take it."""
+    return builder.ptrtoint(_shared(builder, offset, llvm_type("i32")), llvm_type("i32"))
+
+
 def _amd_as_one(builder: Any, arguments: list[Any]) -> Any:
     """Say that the address may be another one, as far as LLVM is to know."""
     ir = _ir()

@@ -1,0 +1,71 @@
+"""Find the products of a prompt batch that warpgroups multiply (`warpgroup_products.py`).
+
+    batch_linear               warpgroup_linear
+    batch_expert, batch_up     warpgroup_gate_up
+    batch_expert               warpgroup_expert
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.grouping import group_kernel
+from strata_nb.kernels.gpu.routed import CardKernel, card_kernel
+from strata_nb.kernels.gpu.warpgroup_products import (
+    warpgroup_expert_kernel,
+    warpgroup_gate_up_kernel,
+    warpgroup_linear_kernel,
+)
+from strata_nb.kernels.gpu.warpgroup_tiles import OUTPUTS
+from strata_nb.kernels.gpu.warpgroups import K
+
+_FEWEST_BLOCKS = 128  # of a launch with large blocks: about what a card of 9.0 runs at once
+
+
+def _find(kernel: Any) -> Any:
+    return lambda variant, _: kernel(*variant)
+
+
+WARPGROUP_KERNELS: dict[str, CardKernel] = {
+    "warpgroup_linear": card_kernel(
+        "*rows *x *weight *bias *y values outputs add", _find(warpgroup_linear_kernel)
+    ),
+    "warpgroup_expert": card_kernel(
+        "*tiles *sources *targets *addresses *x *y offset values outputs experts top_k",
+        _find(warpgroup_expert_kernel),
+    ),
+    "warpgroup_gate_up": card_kernel(
+        "*tiles *sources *targets *addresses *x *packed gate_offset up_offset values outputs "
+        "experts top_k",
+        _find(warpgroup_gate_up_kernel),
+    ),
+    "warpgroup_group": card_kernel(
+        "*rows *chosen *counts *members *sources *tiles experts top_k",
+        lambda rows, given: group_kernel(given["top_k"], rows),
+    ),
+}
+
+
+def takes(values: int) -> bool:
+    """Return whether warpgroups multiply rows of so many values."""
+    return values % K == 0
+
+
+def rows_of_block(rows: int, outputs: int) -> int:
+    """Return how many rows a block of a dense product has: as many as leave enough blocks."""
+    for some in (256, 128):
+        if -(-rows // some) * -(-outputs // OUTPUTS) >= _FEWEST_BLOCKS:
+            return some
+    return 64
+
+
+def rows_of_tile(rows: int, top_k: int, experts: int) -> int:
+    """Return how many choices of an expert a tile has: about what each expert has."""
+    each = rows * top_k / experts
+    return 64 if each <= 64 else 128 if each <= 128 else 256
+
+
+def variant_of(kind: TensorType, rows: int) -> tuple[TensorType, int]:
+    """Return the variant of a kernel for weights of a type and blocks of so many rows."""
+    return kind, rows

@@ -1,0 +1,224 @@
+"""Multiply many rows with packed weights by warpgroups (`warpgroups.py`).
+
+A block has two warpgroups with 64 outputs each, and up to 256 rows, which both multiply. It goes
+through the rows 64 values at a time. A thread brings half of an output's tile and a quarter of
+some rows' tiles: it loads them two tiles ahead, as they are, and makes halves of them one tile
+ahead, in one of three stages of shared memory. Meanwhile the tensor cores multiply a stage, and
+have the next before they have finished:
+
+    tile k      is multiplied
+    tile k + 1  becomes halves
+    tile k + 2  is loaded
+
+A sum goes through the whole row without being scaled in between, in the card's order. So bits are
+others than those of a window, and depend on nothing but the row.
+
+Of 128 outputs and 256 rows the tensor cores take 1,024 cycles a tile; a scheduler issues some 500
+instructions for it meanwhile.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.half_stages import (
+    ROWS_AT_ONCE,
+    load_rows,
+    put_rows,
+    put_weights,
+)
+from strata_nb.kernels.gpu.intrinsics import (
+    WARP,
+    barrier,
+    i32,
+    load_i64,
+    once_i64,
+    shared_store_i64,
+    thread_index,
+)
+from strata_nb.kernels.gpu.operations import Function
+from strata_nb.kernels.gpu.products import decoder_of, row_bytes_of
+from strata_nb.kernels.gpu.tables import table_bytes, table_filler
+from strata_nb.kernels.gpu.warpgroups import (
+    PIECE_BYTES,
+    ROW_BYTES,
+    WARPGROUP,
+    K,
+    M,
+    await_older_products,
+    await_products,
+    begin_sums,
+    multiply,
+    publish,
+    store_sums,
+)
+from strata_nb.kernels.quantised_rows import SCALES, SUB_BLOCK_BYTES
+from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
+
+WARPGROUPS = 2
+THREADS = WARPGROUPS * WARPGROUP
+OUTPUTS = WARPGROUPS * M  # of a block
+APART = OUTPUTS + 4  # floats between rows of sums, so that lanes have banks of their own
+_STAGES = 3
+_WEIGHTS = ROW_BYTES * OUTPUTS  # bytes of a stage before its rows
+_NEXT = K // SUB_BLOCK  # sub-blocks from a tile to the next
+
+
+def _stage_bytes(rows: int) -> int:
+    return _WEIGHTS + ROW_BYTES * rows
+
+
+def targets_at(rows: int) -> int:
+    """Return where the numbers of a block's target rows are in shared memory, behind its sums."""
+    return 4 * APART * rows
+
+
+def _table_at(rows: int) -> int:
+    return max(_STAGES * _stage_bytes(rows), targets_at(rows) + 8 * rows)
+
+
+def shared_bytes_of(kind: TensorType, rows: int) -> int:
+    """Return the bytes of shared memory of a block: stages, later sums; the type's table."""
+    return _table_at(rows) + table_bytes(kind)
+
+
+@cache
+def _along_rows(kind: TensorType, rows: int) -> Function:
+    """Return a device function that multiplies tile after tile, with up to so many rows.
+
+    along(of_weights, of_rows, sub_blocks, places)
+
+    of_weights   group, rows_in_group, row, s: what `Decoder.read` is given of the first tile
+    of_rows      addresses of a thread's rows, from its first quant on; how far their scale is
+    places       of what the thread brings of weights and of rows, and of A of its warpgroup
+    """
+    count = rows // ROWS_AT_ONCE
+    read, put, load, put_all = (
+        decoder_of(kind).read,
+        put_weights(kind),
+        load_rows(count),
+        put_rows(count),
+    )
+    add = multiply(rows)
+    stage_bytes, table = _stage_bytes(rows), _table_at(rows)
+
+    def put_tile(stage: int, places: Any, weights: Any, x: Any) -> None:
+        put(i32(stage + places[0]), weights, table)
+        put_all(i32(stage + _WEIGHTS + places[1]), x)
+        publish()
+
+    def along(of_weights: Any, of_rows: Any, sub_blocks: int, places: Any) -> None:
+        group, rows_in_group, row, s = of_weights
+        x, scale = of_rows
+        tiles = i32(sub_blocks >> 1)
+        weights = read(group, rows_in_group, row, sub_blocks, s)
+        rows_of_tile = load(x, i32(0), scale)
+        put_tile(i32(0), places, weights, rows_of_tile)
+        last = i32(tiles - 1)
+        following = min(i32(1), last)
+        weights = read(group, rows_in_group, row, sub_blocks, i32(s + _NEXT * following))
+        rows_of_tile = load(x, i32(K * following), i32(scale + 4 * _NEXT * following))
+        barrier()
+        tile, stage = i32(0), i32(0)
+        while tile < tiles:
+            add(stage + places[2], stage + _WEIGHTS)
+            stage = i32(stage + stage_bytes if stage < (_STAGES - 1) * stage_bytes else 0)
+            put_tile(stage, places, weights, rows_of_tile)
+            following = min(i32(tile + 2), last)
+            weights = read(group, rows_in_group, row, sub_blocks, i32(s + _NEXT * following))
+            rows_of_tile = load(x, i32(K * following), i32(scale + 4 * _NEXT * following))
+            await_older_products()
+            barrier()
+            tile += 1
+
+    return along
+
+
+@cache
+def block_product(kind: TensorType, rows: int) -> Function:
+    """Return a device function: a block's 128 outputs of up to so many rows, in shared memory.
+
+    product(first, here, sources, targets, x, weight, values, outputs, block) -> its thread
+
+    first, here   the number of the block's first row, and how many there are, 1 at least
+    sources       address of int64: which row of x each is; 0: those of their own number
+    targets       the same of rows of the results
+    weight        of a warpgroup's matrix, of which it has 64 outputs from `block` on; they are the
+                  same in its threads
+    values        of a row, a multiple of 64
+
+    Behind it row n's sums begin at 4 * APART * n, in `half_stages.UNIT`; row n's target is at
+    `targets_at` + 8 * n.
+    """
+    along = [_along_rows(kind, some) for some in (64, 128, 256) if some <= rows]
+    count = rows // ROWS_AT_ONCE
+    begin, store = begin_sums(rows), store_sums(rows, APART)
+    fill = table_filler(kind, _table_at(rows), THREADS)
+    bytes_of_row = row_bytes_of(kind)
+    target_at = targets_at(rows)
+    first_along = along[-1]
+
+    def row_at(number: int, first: int, here: int, sources: int, x: int, size: int) -> Any:
+        number = first + min(number, here - 1)
+        if sources != 0:
+            number = load_i64(sources + 8 * number)
+        return once_i64(x + number * size)
+
+    def rows_at(own: int, first: int, here: int, sources: int, x: int, size: int) -> Any:
+        one = (row_at(own, first, here, sources, x, size),)
+        if count == 1:
+            return one
+        two = (*one, row_at(own + 64, first, here, sources, x, size))
+        if count == 2:
+            return two
+        three = (*two, row_at(own + 128, first, here, sources, x, size))
+        return (*three, row_at(own + 192, first, here, sources, x, size))
+
+    def product(
+        first: int,
+        here: int,
+        sources: int,
+        targets: int,
+        x: int,
+        weight: int,
+        values: int,
+        outputs: int,
+        block: int,
+    ) -> Any:
+        thread, sub_blocks = i32(thread_index()), i32(values >> 5)
+        warp, lane = i32(thread >> 5), i32(thread & WARP - 1)
+        target = first + min(thread, here - 1)
+        if targets != 0:
+            target = load_i64(targets + 8 * target)
+        # Half of an output's tile: lanes have the outputs of a group, twice, of two groups.
+        column = i32(16 * warp + GROUP_ROWS * (lane >> 4))
+        in_group, half = i32(lane & 7), i32(lane >> 3 & 1)
+        output = min(block + (column & M - 1), outputs - 1 & -GROUP_ROWS)
+        group = once_i64(weight + output * bytes_of_row(sub_blocks))
+        rows_in_group = i32(min(outputs - output, GROUP_ROWS))
+        row = i32(min(in_group, rows_in_group - 1))
+        place = ROW_BYTES * (column + in_group) + PIECE_BYTES * (4 * half ^ in_group)
+        # A quarter of a row's tile.
+        own, quarter = i32(thread >> 2), i32(thread & 3)
+        quants = x + PIECE_BYTES * quarter
+        x_rows = rows_at(own, first, here, sources, quants, sub_blocks * SUB_BLOCK_BYTES)
+        scale = i32(SCALES * sub_blocks + 4 * (quarter >> 1) - PIECE_BYTES * quarter)
+        x_place = ROW_BYTES * own + PIECE_BYTES * (2 * quarter ^ own & 7)
+
+        begin()
+        fill(thread)
+        of_weights = group, rows_in_group, row, half
+        places = i32(place), i32(x_place), i32(ROW_BYTES * M * (warp >> 2))
+        first_along(of_weights, (x_rows, scale), sub_blocks, places)
+        await_products()
+        barrier()
+        g, t = lane >> 2, lane & 3
+        store(4 * (APART * 2 * t + 16 * warp + g))
+        if thread < here:
+            shared_store_i64(target_at + 8 * thread, target)
+        barrier()
+        return thread
+
+    return product

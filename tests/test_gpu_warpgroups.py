@@ -1,0 +1,80 @@
+"""Products of prompt batches by warpgroups, against products of numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gpu_launches
+import kernel_references as plain
+import numpy as np
+import pytest
+from gpu_launches import aligned
+from host_launches import UNTOUCHED, Matrix, as_read, normal
+from test_gpu_linear import buffer_of
+
+from strata_nb.formats import TensorType
+from strata_nb.kernels.reference import Floats
+
+T = TensorType
+
+
+def linear(
+    gpu: gpu_launches.Run,
+    matrix: Matrix,
+    x: Floats,
+    block_rows: int,
+    *,
+    bias: Floats | None = None,
+    y: Floats | None = None,
+) -> Floats:
+    """Return rows times a matrix, as blocks of so many rows multiply them."""
+    (rows, values), outputs = x.shape, len(matrix.weight)
+    out = np.full((rows + 2, outputs), UNTOUCHED)
+    if y is not None:
+        out[:rows] = y
+    out = aligned(out)
+    words: dict[str, Any] = {
+        "rows": np.array([rows]),
+        "x": buffer_of(plain.quantised(x), rows + 2),
+        "weight": aligned(matrix.data),
+        "bias": 0 if bias is None else aligned(bias),
+        "y": out,
+        "values": values,
+        "outputs": outputs,
+        "add": int(y is not None),
+    }
+    variant = matrix.kind, block_rows
+    gpu("warpgroup_linear", words, ["y"], variant=variant, most_rows=rows + 2)
+    assert np.all(out[rows:] == UNTOUCHED)
+    return out[:rows]
+
+
+def bound(matrix: Matrix, x: Floats) -> Floats:
+    """Return how far halves may lead off, for each product.
+
+    Of a weight scale, minimum and result are rounded to a half, of a value scale and result: that is
+    2 ** -11 each, of a weight with its minimum at most three times as much as of itself. Sums are
+    rounded for each of their terms.
+    """
+    magnitudes = np.abs(x).astype(np.float64) @ np.abs(matrix.weight).astype(np.float64).T
+    return np.asarray(8 * 2.0**-11 * magnitudes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "outputs", "values", "block_rows"),
+    [
+        (T.Q4_K, 70, 139, 256, 64),
+        (T.Q6_K, 5, 8, 512, 128),
+        (T.Q8_0, 66, 4, 320, 256),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_warpgroups_multiply_within_the_rounding_of_halves(
+    gpu: gpu_launches.Run, kind: TensorType, rows: int, outputs: int, values: int, block_rows: int
+) -> None:
+    matrix, x = Matrix.random(kind, outputs, values), normal(rows, values, seed=1)
+    bias, before = normal(1, outputs, seed=2)[0], normal(rows, outputs, seed=3)
+    found = linear(gpu, matrix, x, block_rows, bias=bias, y=before)
+    read = as_read(kind, x)
+    wanted = plain.linear(read.astype(np.float64), matrix.weight) + bias + before
+    assert np.all(np.abs(found - wanted) <= bound(matrix, read) + 1e-6)
