@@ -220,7 +220,7 @@ def _run_warp(
 
 
 def _product(words: Sequence[tuple[Any, ...]]) -> list[tuple[np.float32, ...]]:
-    """Return what each lane gets of C + A @ B: A (16, 16), B (16, 8), C (16, 8), see intrinsics.py.
+    """Return what each lane gets of C + A @ B: A (16, 16), B (16, 8), C (16, 8), see matrices.py.
 
     words   of each lane: four of A, two of B, four floats of C
     """
@@ -237,7 +237,7 @@ def _product(words: Sequence[tuple[Any, ...]]) -> list[tuple[np.float32, ...]]:
 
 
 def _product_of_bytes(words: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return what each lane gets of C + A @ B of bytes: see intrinsics.py.
+    """Return what each lane gets of C + A @ B of bytes: see matrices.py.
 
     words   of each lane: of A two for each 16 columns, of B one, four of C
     """

@@ -19,7 +19,7 @@ from strata_nb.kernels.gpu.attention_tiles import tiles_attention_kernel
 from strata_nb.kernels.gpu.batches import BATCH_KERNELS
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.compile import llvm_code
-from strata_nb.kernels.gpu.intrinsics import SHARED_NAME
+from strata_nb.kernels.gpu.intrinsics.memory import SHARED_NAME
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED

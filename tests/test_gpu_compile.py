@@ -16,7 +16,7 @@ from strata_nb.formats import TensorType as T
 from strata_nb.kernels.gpu import compile as gpu_compile
 from strata_nb.kernels.gpu.batches import BATCH_KERNELS
 from strata_nb.kernels.gpu.card_launch import CardLaunch
-from strata_nb.kernels.gpu.intrinsics import AWAIT_PREVIOUS
+from strata_nb.kernels.gpu.intrinsics.ordering import AWAIT_PREVIOUS
 from strata_nb.kernels.gpu.last_norm import with_last_norms
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel

@@ -13,7 +13,7 @@ import gpu_simulator
 import numpy as np
 import pytest
 
-from strata_nb.kernels.gpu import intrinsics
+from strata_nb.kernels.gpu.intrinsics import bytes_of_words
 from strata_nb.quants.decoders import IQ4_LEVELS
 
 
@@ -70,7 +70,7 @@ def v_perm_b32(a: Any, b: Any, selector: Any) -> int:
 
 @pytest.mark.parametrize(
     ("emit", "permute"),
-    [(intrinsics._nvidia_levels, prmt), (intrinsics._amd_levels, v_perm_b32)],
+    [(bytes_of_words._nvidia_levels, prmt), (bytes_of_words._amd_levels, v_perm_b32)],
     ids=["nvidia", "amd"],
 )
 def test_both_vendors_look_levels_up(
@@ -86,7 +86,7 @@ def test_both_vendors_look_levels_up(
 
 @pytest.mark.parametrize(
     ("emit", "permute"),
-    [(intrinsics._nvidia_level_parts, prmt), (intrinsics._amd_level_parts, v_perm_b32)],
+    [(bytes_of_words._nvidia_level_parts, prmt), (bytes_of_words._amd_level_parts, v_perm_b32)],
     ids=["nvidia", "amd"],
 )
 def test_the_parts_of_levels_add_up_to_them(
@@ -108,17 +108,17 @@ def test_a_sign_becomes_a_byte() -> None:
         bytes_of = np.array([word], np.int32).view(np.int8)
         expected = np.where(bytes_of < 0, -1, 0).astype(np.int8).view(np.int32)[0]
         assert gpu_simulator._PLAIN["sign_bytes"](word) == expected
-        assert _word(intrinsics._amd_sign_bytes(Builder(), [word])) == _word(expected)
+        assert _word(bytes_of_words._amd_sign_bytes(Builder(), [word])) == _word(expected)
         assert prmt(word, 0, 0xBA98) == _word(expected)
 
 
 def test_bytes_are_chosen_by_number_from_two_words() -> None:
     first, second = 0x33221100, 0x77665544
     for one in (
-        intrinsics.even_bytes,
-        intrinsics.odd_bytes,
-        intrinsics.low_bytes_in_turn,
-        intrinsics.high_bytes_in_turn,
+        bytes_of_words.even_bytes,
+        bytes_of_words.odd_bytes,
+        bytes_of_words.low_bytes_in_turn,
+        bytes_of_words.high_bytes_in_turn,
     ):
         expected = sum(0x11 * number << 8 * place for place, number in enumerate(one.numbers))
         assert gpu_simulator._permutation(one)(first, second) == expected
@@ -132,5 +132,5 @@ def test_nibbles_number_bytes_of_two_words() -> None:
         expected = sum(0x11 * (numbers >> 4 * place & 15) << 8 * place for place in range(4))
         assert gpu_simulator._PLAIN["bytes_by_nibbles"](first, second, numbers) == expected
         assert prmt(first, second, numbers) == expected
-        selector = intrinsics._bytes_of_nibbles(Builder(), numbers)
+        selector = bytes_of_words._bytes_of_nibbles(Builder(), numbers)
         assert v_perm_b32(second, first, selector) == expected

@@ -2,7 +2,7 @@
 
 functions.py    the kernel of each launch
 operations.py   what a kernel is, and what kernels share
-intrinsics.py   the instructions that Python lacks, by name
+intrinsics/     the instructions that Python lacks, by name
 binding.py      gives the names in a kernel their meaning
 compile.py      Numba makes machine code of a kernel: the only importer of numba.cuda
 cubins.py       machine code on disk

@@ -20,15 +20,11 @@ from typing import Any, NamedTuple
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.gpu.binding import rebind
-from strata_nb.kernels.gpu.intrinsics import (
-    AWAIT_PREVIOUS,
-    SHARED_NAME,
-    SINCE,
-    UNTIL,
-    Intrinsic,
-)
+from strata_nb.kernels.gpu.intrinsics.intrinsic import SINCE, UNTIL, Intrinsic, llvm_type
+from strata_nb.kernels.gpu.intrinsics.memory import SHARED_NAME
+from strata_nb.kernels.gpu.intrinsics.ordering import AWAIT_PREVIOUS
+from strata_nb.kernels.gpu.intrinsics.warpgroups import ACCELERATED, BOUNDARY
 from strata_nb.kernels.gpu.operations import GpuKernel
-from strata_nb.kernels.gpu.warpgroups import ACCELERATED, BOUNDARY
 
 Function = Callable[..., Any]
 
@@ -292,8 +288,6 @@ def _body(intrinsic: Intrinsic, vendor: str) -> Callable[[Any, list[Any]], Any]:
 
 def _assembly(intrinsic: Intrinsic, text: str, constraints: str) -> Callable[..., Any]:
     from llvmlite import ir
-
-    from strata_nb.kernels.gpu.intrinsics import llvm_type
 
     kind = ir.FunctionType(
         llvm_type(intrinsic.result), [llvm_type(one) for one in intrinsic.arguments]

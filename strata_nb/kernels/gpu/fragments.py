@@ -1,10 +1,10 @@
 """Read weights as tensor cores take them: the packed layout has their order.
 
-A lane 4 * g + t of a product of bytes (`intrinsics.py`) needs of an output 4 * t .. 4 * t + 3 of a
-sub-block's 32 values, and those 16 further. In the packed layout word t of a piece of 4 bits holds
-exactly these, in its low and its high nibbles; what a type has of higher bits lies beside them. So
-pieces are copied to shared memory as they are, a lane reads a word of each, and decoding is a few
-masks.
+A lane 4 * g + t of a product of bytes (`intrinsics/matrices.py`) needs of an output 4 * t .. 4 * t
++ 3 of a sub-block's 32 values, and those 16 further. In the packed layout word t of a piece of 4
+bits holds exactly these, in its low and its high nibbles; what a type has of higher bits lies
+beside them. So pieces are copied to shared memory as they are, a lane reads a word of each, and
+decoding is a few masks.
 
 What sub-blocks are scaled by is decoded once for all rows, to floats in shared memory.
 

@@ -18,7 +18,7 @@ from strata_nb.kernels.gpu.warpgroup_products import (
     warpgroup_linear_kernel,
 )
 from strata_nb.kernels.gpu.warpgroup_tiles import OUTPUTS
-from strata_nb.kernels.gpu.warpgroups import K
+from strata_nb.kernels.gpu.intrinsics.warpgroups import K
 
 _FEWEST_BLOCKS = 128  # of a launch with large blocks: about what a card of 9.0 runs at once
 

@@ -29,7 +29,7 @@ from strata_nb.kernels.gpu.warpgroup_tiles import (
     block_product,
     shared_bytes_of,
 )
-from strata_nb.kernels.gpu.warpgroups import WARPGROUP, M
+from strata_nb.kernels.gpu.intrinsics.warpgroups import WARPGROUP, M
 from strata_nb.kernels.groups import TILE_BYTES, most_tiles
 
 MOST_ROWS = 256  # of a block

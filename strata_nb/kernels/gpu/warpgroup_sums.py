@@ -26,7 +26,7 @@ from strata_nb.kernels.gpu.intrinsics import (
 )
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.kernels.gpu.warpgroup_tiles import APART, THREADS, targets_at
-from strata_nb.kernels.gpu.warpgroups import M
+from strata_nb.kernels.gpu.intrinsics.warpgroups import M
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import SUB_BLOCK
 

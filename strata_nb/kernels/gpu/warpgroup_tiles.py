@@ -41,7 +41,7 @@ from strata_nb.kernels.gpu.intrinsics import (
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.kernels.gpu.products import decoder_of, row_bytes_of
 from strata_nb.kernels.gpu.tables import table_bytes, table_filler
-from strata_nb.kernels.gpu.warpgroups import (
+from strata_nb.kernels.gpu.intrinsics.warpgroups import (
     PIECE_BYTES,
     ROW_BYTES,
     WARPGROUP,

@@ -24,12 +24,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from strata_nb.kernels.gpu.intrinsics import (
-    WARP,
-    Intrinsic,
-    llvm_type,
-    shared_place,
-)
+from strata_nb.kernels.gpu.intrinsics.intrinsic import WARP, Intrinsic, llvm_type
+from strata_nb.kernels.gpu.intrinsics.memory import in_shared
 
 WARPGROUP = 4 * WARP
 M, K = 64, 64  # of A
@@ -58,6 +54,11 @@ def _assembly(builder: Any, lines: list[str], constraints: str, arguments: list[
     builder.call(code, arguments, attrs=("convergent",))  # all lanes together, or none
 
 
+def _place(builder: Any, offset: Any) -> Any:
+    """Emit the address of an offset within shared memory."""
+    return builder.ptrtoint(in_shared(builder, offset, llvm_type("i32")), llvm_type("i32"))
+
+
 def _names(columns: int) -> str:
     return ", ".join(f"{_REGISTER}{number}" for number in range(columns // 2))
 
@@ -66,7 +67,7 @@ def _descriptor(builder: Any, offset: Any) -> Any:
     from llvmlite import ir
 
     word, wide = ir.IntType(32), ir.IntType(64)
-    place = builder.and_(shared_place(builder, offset), ir.Constant(word, _ADDRESS))
+    place = builder.and_(_place(builder, offset), ir.Constant(word, _ADDRESS))
     place = builder.lshr(place, ir.Constant(word, 4))
     return builder.or_(builder.zext(place, wide), ir.Constant(wide, _DESCRIPTOR))
 
@@ -122,7 +123,7 @@ def store_sums(rows: int, apart: int) -> Intrinsic:
             row, column = 8 * (number >> 2) + (number & 1), 8 * (number >> 1 & 1)
             place = 4 * (apart * row + column)
             lines.append(f"st.shared.f32 [$0+{place}], {_REGISTER}{number};")
-        _assembly(builder, lines, "r", [shared_place(builder, arguments[0])])
+        _assembly(builder, lines, "r", [_place(builder, arguments[0])])
 
     return Intrinsic(f"store_sums_{rows}_{apart}", "void(i64)", ptx=emit)
 
