@@ -37,15 +37,22 @@ from strata_nb.kernels.program import Launch, Program
 
 
 def card_launches(
-    program: Program, rows: int, pool: PoolPlaces | None = None
+    program: Program,
+    rows: int,
+    pool: PoolPlaces | None = None,
+    *,
+    warpgroups: bool = False,
 ) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows.
 
-    pool   what it shares with the CPU, which then computes some of the missed experts of one row
+    pool         what it shares with the CPU, which then computes some of the missed experts of one
+                 row
+    warpgroups   whether batches are multiplied by them: the card has them, and a row's bits need
+                 not be those of a window
     """
     found = list(with_runs(program, rows))
     if rows > WINDOW_ROWS:
-        found = list(with_batches(list(with_slices(found, rows)), rows))
+        found = list(with_batches(list(with_slices(found, rows)), rows, warpgroups=warpgroups))
     found = list(with_shares(with_routes(found, rows, pool)))
     if rows == 1:
         pools = pool is not None

@@ -20,6 +20,8 @@ from strata_nb.kernels.gpu.warpgroup_products import (
 from strata_nb.kernels.gpu.warpgroup_tiles import OUTPUTS
 from strata_nb.kernels.gpu.intrinsics.warpgroups import K
 
+FEWEST_ROWS = 64  # of a step: with fewer, products of bytes read less
+_FEWEST_CHOICES = 8  # of an expert, on average: likewise
 _FEWEST_BLOCKS = 128  # of a launch with large blocks: about what a card of 9.0 runs at once
 
 
@@ -61,11 +63,9 @@ def rows_of_block(rows: int, outputs: int) -> int:
 
 
 def rows_of_tile(rows: int, top_k: int, experts: int) -> int:
-    """Return how many choices of an expert a tile has: about what each expert has."""
+    """Return how many choices of an expert a tile has, about what each expert has; 0 where they are
+    too few for warpgroups."""
     each = rows * top_k / experts
+    if each < _FEWEST_CHOICES:
+        return 0
     return 64 if each <= 64 else 128 if each <= 128 else 256
-
-
-def variant_of(kind: TensorType, rows: int) -> tuple[TensorType, int]:
-    """Return the variant of a kernel for weights of a type and blocks of so many rows."""
-    return kind, rows

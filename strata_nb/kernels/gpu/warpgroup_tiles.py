@@ -85,10 +85,10 @@ def shared_bytes_of(kind: TensorType, rows: int) -> int:
 
 
 @cache
-def _along_rows(kind: TensorType, rows: int) -> Function:
+def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
     """Return a device function that multiplies tile after tile, with up to so many rows.
 
-    along(of_weights, of_rows, sub_blocks, places)
+    along(of_weights, of_rows, sub_blocks, places); the type's table is at `table`
 
     of_weights   group, rows_in_group, row, s: what `Decoder.read` is given of the first tile
     of_rows      addresses of a thread's rows, from its first quant on; how far their scale is
@@ -102,7 +102,7 @@ def _along_rows(kind: TensorType, rows: int) -> Function:
         put_rows(count),
     )
     add = multiply(rows)
-    stage_bytes, table = _stage_bytes(rows), _table_at(rows)
+    stage_bytes = _stage_bytes(rows)
 
     def put_tile(stage: int, places: Any, weights: Any, x: Any) -> None:
         put(i32(stage + places[0]), weights, table)
@@ -137,6 +137,35 @@ def _along_rows(kind: TensorType, rows: int) -> Function:
 
 
 @cache
+def _along_any(kind: TensorType, rows: int) -> Function:
+    """Return `along` for up to so many rows, behind their number: where there are few rows, few are
+    brought and multiplied."""
+    table_at = _table_at(rows)
+    whole = _along_rows(kind, rows, table_at)
+
+    def of_all(here: int, of_weights: Any, x: Any, scale: int, sub_blocks: int, places: Any) -> None:
+        whole(of_weights, (x, scale), sub_blocks, places)
+
+    if rows == ROWS_AT_ONCE:
+        return of_all
+    half = rows // 2
+    count = half // ROWS_AT_ONCE
+    fewer = _along_rows(kind, half, table_at)
+    least = _along_rows(kind, ROWS_AT_ONCE, table_at)
+    has_least = half > ROWS_AT_ONCE
+
+    def of_some(here: int, of_weights: Any, x: Any, scale: int, sub_blocks: int, places: Any) -> None:
+        if here > half:
+            whole(of_weights, (x, scale), sub_blocks, places)
+        elif has_least and here <= ROWS_AT_ONCE:
+            least(of_weights, (x[:1], scale), sub_blocks, places)
+        else:
+            fewer(of_weights, (x[:count], scale), sub_blocks, places)
+
+    return of_some
+
+
+@cache
 def block_product(kind: TensorType, rows: int) -> Function:
     """Return a device function: a block's 128 outputs of up to so many rows, in shared memory.
 
@@ -152,13 +181,12 @@ def block_product(kind: TensorType, rows: int) -> Function:
     Behind it row n's sums begin at 4 * APART * n, in `half_stages.UNIT`; row n's target is at
     `targets_at` + 8 * n.
     """
-    along = [_along_rows(kind, some) for some in (64, 128, 256) if some <= rows]
+    along = _along_any(kind, rows)
     count = rows // ROWS_AT_ONCE
     begin, store = begin_sums(rows), store_sums(rows, APART)
     fill = table_filler(kind, _table_at(rows), THREADS)
     bytes_of_row = row_bytes_of(kind)
     target_at = targets_at(rows)
-    first_along = along[-1]
 
     def row_at(number: int, first: int, here: int, sources: int, x: int, size: int) -> Any:
         number = first + min(number, here - 1)
@@ -211,7 +239,7 @@ def block_product(kind: TensorType, rows: int) -> Function:
         fill(thread)
         of_weights = group, rows_in_group, row, half
         places = i32(place), i32(x_place), i32(ROW_BYTES * M * (warp >> 2))
-        first_along(of_weights, (x_rows, scale), sub_blocks, places)
+        along(here, of_weights, x_rows, scale, sub_blocks, places)
         await_products()
         barrier()
         g, t = lane >> 2, lane & 3
