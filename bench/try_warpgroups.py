@@ -108,8 +108,11 @@ def main() -> None:
                     us = cb.timed(card, old, rows)["median"]
                     best = peer.tops([(rows, outputs, values)])
                     work = 2 * rows * outputs * values / 1e6
-                    print(f"{rows} {kind.name} {outputs}x{values} bytes {us:.1f} us "
-                          f"{work / us:.0f} TOPS, cuBLAS {best:.0f}", flush=True)
+                    print(
+                        f"{rows} {kind.name} {outputs}x{values} bytes {us:.1f} us "
+                        f"{work / us:.0f} TOPS, cuBLAS {best:.0f}",
+                        flush=True,
+                    )
                 for n in TILES:
                     with tiled(n):
                         new = list(card_launches((one,), rows, warpgroups=True))
@@ -121,8 +124,11 @@ def main() -> None:
                         say(f"{kind.name} {rows} rows, {outputs}x{values}, {n}", found, wanted)
                     else:
                         us = cb.timed(card, new, rows)["median"]
-                        print(f"   {n}: {us:.1f} us {work / us:.0f} TOPS "
-                              f"{work / us / best:.1%} of cuBLAS", flush=True)
+                        print(
+                            f"   {n}: {us:.1f} us {work / us:.0f} TOPS "
+                            f"{work / us / best:.1%} of cuBLAS",
+                            flush=True,
+                        )
                         say("off", found[:64], wanted[:64])
 
         def experts(rows):
@@ -143,15 +149,20 @@ def main() -> None:
                     card.fetch(y, found)
                     results.append(found)
                     all_of = cb.timed(card, some, rows)["median"]
-                    print(f"{rows} layer {n or 'bytes'}: {all_of:.1f} us, "
-                          f"{3 * work / all_of:.0f} TOPS, cuBLAS {best:.0f}", flush=True)
+                    print(
+                        f"{rows} layer {n or 'bytes'}: {all_of:.1f} us, "
+                        f"{3 * work / all_of:.0f} TOPS, cuBLAS {best:.0f}",
+                        flush=True,
+                    )
                     for part in some:
                         us = cb.timed(card, [part], rows)["median"]
                         name = part.kernel.name
                         times = 2 if "gate_up" in name else 1
                         tops = times * work / us if "expert" in name or "up_" in name else 0
-                        print(f"      {name} {us:.1f} us {tops:.0f} TOPS "
-                              f"{tops / best:.1%}", flush=True)
+                        print(
+                            f"      {name} {us:.1f} us {tops:.0f} TOPS {tops / best:.1%}",
+                            flush=True,
+                        )
                     if n:
                         say("products", found, results[0])
 

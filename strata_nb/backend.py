@@ -80,6 +80,8 @@ class Backend(Protocol[Prepared]):
     gathers_rows    whether rows are brought into the order of experts, or read where they are
     overlaps    whether kernels begin while the one in front of them ends; may be turned off before
                 programs are prepared
+    same_bits   whether a prompt batch gives a row the bits that a window gives it; may be turned on
+                before programs are prepared
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
     fills       whether programs give missed experts slots (`cache/filling.py`); else the host does
     pools       whether programs can leave missed experts to the CPU (`device_pool.py`)
@@ -100,6 +102,7 @@ class Backend(Protocol[Prepared]):
     def device(self) -> int: ...
 
     overlaps: bool
+    same_bits: bool
 
     @property
     def has_slots(self) -> bool: ...
@@ -244,7 +247,7 @@ class HostBackend:
     chooses_tokens = attends_in_runs = batches_apart = fills = pools = False
     gathers_rows = True
     outside_bytes = reserve_bytes = 0
-    overlaps = False
+    overlaps, same_bits = False, True
 
     def __init__(self, text: str, threads: int, recorder: Recorder | None = None) -> None:
         devices = parse_host_devices(text)

@@ -137,8 +137,10 @@ class CardBackend:
     driver     of the card, already open; closed by `close`
     compiler   makes machine code for this card
     recorder   writes down what the driver is asked; it stays the caller's
+    has_warpgroups   whether the card has their products (`kernels/gpu/warpgroup_tiles.py`)
     """
 
+    same_bits = False
     overlaps = True  # kernels begin while the one in front of them ends, on cards that can
     has_slots, of_host, most_rows = True, False, MOST_ROWS
     chooses_tokens = attends_in_runs = batches_apart = fills = pools = True
@@ -153,8 +155,11 @@ class CardBackend:
         compiler: Compile,
         threads: int,
         recorder: Recorder | None = None,
+        *,
+        has_warpgroups: bool = False,
     ) -> None:
         self.name, self.device, self.threads = text, device, threads
+        self._has_warpgroups = has_warpgroups
         self.warnings: list[str] = []
         self._card = driver
         self._compiler = compiler
@@ -186,6 +191,11 @@ class CardBackend:
 
     # Programs.
 
+    def launches(self, program: Program, rows: int) -> Sequence[CardLaunch]:
+        """Return what this card launches, in order, for a program of so many rows."""
+        warpgroups = self._has_warpgroups and not self.same_bits
+        return card_launches(program, rows, self._pool, warpgroups=warpgroups)
+
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         box_bytes, state_bytes = mailbox.box_bytes(width), -(-8 * WORDS // 256) * 256
         box = self._card.allocate_host(box_bytes)
@@ -206,7 +216,7 @@ class CardBackend:
         wanted: dict[str, Wanted] = {}
         for program in programs:
             for rows in _sizes(batch_rows):
-                for one in card_launches(program, rows, self._pool):
+                for one in self.launches(program, rows):
                     one.grid(rows)  # refused before a model is loaded
                     if one.kernel.name not in self._machine:
                         wanted[one.kernel.name] = (one.kernel, one.kinds)
@@ -232,7 +242,7 @@ class CardBackend:
 
     def _graph(self, piece: Program, rows: int) -> int:
         """Return an executable graph of a piece of a program."""
-        launches = card_launches(piece, rows, self._pool)
+        launches = self.launches(piece, rows)
         for one in launches:
             self._load(one.kernel, one.shared_bytes)
         graph = self._captured(launches, rows)
@@ -343,7 +353,7 @@ class CardBackend:
         until the part is there. The programs run again and again, with what the last step had sent;
         what they count is put back.
         """
-        launches = [one for program in programs for one in card_launches(program, rows, self._pool)]
+        launches = [one for program in programs for one in self.launches(program, rows)]
         self.wait()
         self._send_tables()
         try:

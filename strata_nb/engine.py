@@ -249,6 +249,8 @@ class Engine:
             if not backend.overlaps:
                 raise _nothing_overlaps(self.device)
             backend.overlaps = False
+        if options.deterministic:
+            backend.same_bits = True
         if not options.prefill_borrow and not backend.batches_apart:
             raise _nothing_borrows(self.device)
         if (of_pool := _pool_flag(options)) is not None and not backend.pools:

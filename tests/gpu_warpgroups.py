@@ -16,7 +16,14 @@ from greenlet import getcurrent
 from numpy.typing import NDArray
 
 from strata_nb.kernels.gpu.intrinsics import WARP
-from strata_nb.kernels.gpu.intrinsics.warpgroups import BOUNDARY, PIECE_BYTES, ROW_BYTES, WARPGROUP, K, M
+from strata_nb.kernels.gpu.intrinsics.warpgroups import (
+    BOUNDARY,
+    PIECE_BYTES,
+    ROW_BYTES,
+    WARPGROUP,
+    K,
+    M,
+)
 
 MULTIPLY = "multiply"  # at which the lanes of a warp meet
 

@@ -454,7 +454,7 @@ def test_a_kernel_keeps_the_most_shared_memory_that_a_launch_of_it_needs(
     def taking(size: int) -> CardLaunch:
         return card_launch(shaped("gated_add", width=size))._replace(kernel=kernel)
 
-    monkeypatch.setattr(card_backend, "card_launches", lambda program, _, __: program)
+    monkeypatch.setattr(card_backend, "card_launches", lambda program, *_, **__: program)
     with simulated_card() as backend:
         backend.prepare([[taking(8), taking(100_000), taking(60_000)], [taking(80_000)]])
 

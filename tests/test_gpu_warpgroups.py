@@ -52,9 +52,9 @@ def linear(
 def bound(matrix: Matrix, x: Floats) -> Floats:
     """Return how far halves may lead off, for each product.
 
-    Of a weight scale, minimum and result are rounded to a half, of a value scale and result: that is
-    2 ** -11 each, of a weight with its minimum at most three times as much as of itself. Sums are
-    rounded for each of their terms.
+    Of a weight scale, minimum and result are rounded to a half, of a value scale and result: that
+    is 2 ** -11 each, of a weight with its minimum at most three times as much as of itself. Sums
+    are rounded for each of their terms.
     """
     magnitudes = np.abs(x).astype(np.float64) @ np.abs(matrix.weight).astype(np.float64).T
     return np.asarray(8 * 2.0**-11 * magnitudes)

@@ -90,7 +90,8 @@ def with_batches(
         if isinstance(one, Launch) and one.kernel == "linear" and one.variant in PACKED:
             given = arguments_of(one)
             words = given | {"parts": warps_of(given["values"])}
-            name, variant = "batch_linear", one.variant
+            name: str = "batch_linear"
+            variant: object = one.variant
             if warpgroups and takes(given["values"]) and rows >= FEWEST_ROWS:
                 name = "warpgroup_linear"
                 variant = one.variant, rows_of_block(rows, given["outputs"])

@@ -27,9 +27,14 @@ from strata_nb.kernels.gpu.intrinsics import (
     load_f32,
     shared_store_4xi32,
 )
+from strata_nb.kernels.gpu.intrinsics.warpgroups import (
+    PIECE_BYTES,
+    ROW_BYTES,
+    add_halves,
+    fma_halves,
+)
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.kernels.gpu.products import decoder_of
-from strata_nb.kernels.gpu.intrinsics.warpgroups import PIECE_BYTES, ROW_BYTES, add_halves, fma_halves
 
 WEIGHTS_BY, ROWS_BY = 64.0, 0.125
 UNIT = 1 / (WEIGHTS_BY * ROWS_BY)  # what sums are multiplied by

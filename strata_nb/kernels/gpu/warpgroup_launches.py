@@ -1,16 +1,16 @@
 """Find the products of a prompt batch that warpgroups multiply (`warpgroup_products.py`).
 
-    batch_linear               warpgroup_linear
-    batch_expert, batch_up     warpgroup_gate_up
-    batch_expert               warpgroup_expert
+batch_linear               warpgroup_linear
+batch_expert, batch_up     warpgroup_gate_up
+batch_expert               warpgroup_expert
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.grouping import group_kernel
+from strata_nb.kernels.gpu.intrinsics.warpgroups import K
 from strata_nb.kernels.gpu.routed import CardKernel, card_kernel
 from strata_nb.kernels.gpu.warpgroup_products import (
     warpgroup_expert_kernel,
@@ -18,7 +18,6 @@ from strata_nb.kernels.gpu.warpgroup_products import (
     warpgroup_linear_kernel,
 )
 from strata_nb.kernels.gpu.warpgroup_tiles import OUTPUTS
-from strata_nb.kernels.gpu.intrinsics.warpgroups import K
 
 FEWEST_ROWS = 64  # of a step: with fewer, products of bytes read less
 _FEWEST_CHOICES = 8  # of an expert, on average: likewise

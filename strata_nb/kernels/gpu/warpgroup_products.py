@@ -12,6 +12,7 @@ from typing import Any
 
 from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.intrinsics import block_x, block_y, i64, load_i64, thread_index
+from strata_nb.kernels.gpu.intrinsics.warpgroups import WARPGROUP, M
 from strata_nb.kernels.gpu.operations import (
     Arguments,
     Function,
@@ -29,7 +30,6 @@ from strata_nb.kernels.gpu.warpgroup_tiles import (
     block_product,
     shared_bytes_of,
 )
-from strata_nb.kernels.gpu.intrinsics.warpgroups import WARPGROUP, M
 from strata_nb.kernels.groups import TILE_BYTES, most_tiles
 
 MOST_ROWS = 256  # of a block

@@ -24,9 +24,9 @@ from strata_nb.kernels.gpu.intrinsics import (
     store_4xi32,
     store_f32,
 )
+from strata_nb.kernels.gpu.intrinsics.warpgroups import M
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.kernels.gpu.warpgroup_tiles import APART, THREADS, targets_at
-from strata_nb.kernels.gpu.intrinsics.warpgroups import M
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import SUB_BLOCK
 
@@ -126,7 +126,10 @@ def store_rows(rows: int) -> Function:
 @cache
 def store_gated(rows: int) -> Function:
     """Return a device function (thread, here, packed, outputs, block): quantise silu(gate) * up of
-    a block, whose warpgroups have 64 outputs of gate and of up. The outputs are a multiple of 32."""
+    a block, whose warpgroups have 64 outputs of gate and of up.
+
+    The outputs are a multiple of 32.
+    """
     target_at = targets_at(rows)
 
     def gated(place: int) -> Any:

@@ -38,9 +38,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     shared_store_i64,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import Function
-from strata_nb.kernels.gpu.products import decoder_of, row_bytes_of
-from strata_nb.kernels.gpu.tables import table_bytes, table_filler
 from strata_nb.kernels.gpu.intrinsics.warpgroups import (
     PIECE_BYTES,
     ROW_BYTES,
@@ -54,6 +51,9 @@ from strata_nb.kernels.gpu.intrinsics.warpgroups import (
     publish,
     store_sums,
 )
+from strata_nb.kernels.gpu.operations import Function
+from strata_nb.kernels.gpu.products import decoder_of, row_bytes_of
+from strata_nb.kernels.gpu.tables import table_bytes, table_filler
 from strata_nb.kernels.quantised_rows import SCALES, SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK
 
@@ -143,7 +143,9 @@ def _along_any(kind: TensorType, rows: int) -> Function:
     table_at = _table_at(rows)
     whole = _along_rows(kind, rows, table_at)
 
-    def of_all(here: int, of_weights: Any, x: Any, scale: int, sub_blocks: int, places: Any) -> None:
+    def of_all(
+        here: int, of_weights: Any, x: Any, scale: int, sub_blocks: int, places: Any
+    ) -> None:
         whole(of_weights, (x, scale), sub_blocks, places)
 
     if rows == ROWS_AT_ONCE:
@@ -154,7 +156,9 @@ def _along_any(kind: TensorType, rows: int) -> Function:
     least = _along_rows(kind, ROWS_AT_ONCE, table_at)
     has_least = half > ROWS_AT_ONCE
 
-    def of_some(here: int, of_weights: Any, x: Any, scale: int, sub_blocks: int, places: Any) -> None:
+    def of_some(
+        here: int, of_weights: Any, x: Any, scale: int, sub_blocks: int, places: Any
+    ) -> None:
         if here > half:
             whole(of_weights, (x, scale), sub_blocks, places)
         elif has_least and here <= ROWS_AT_ONCE:

@@ -14,8 +14,9 @@ A type is described by a `Decoder`, which has two device functions
     s               which of them
     table           where the type's table is in shared memory, if it has one (`tables.py`)
 
-What `read` returns is all that is needed of memory, as it is there. Word q_w holds quants 4 * w .. 4 * w + 3, signed bytes in the order of the values. The others are
-floats, low for values 0 to 15, high for 16 to 31:
+What `read` returns is all that is needed of memory, as it is there. Word q_w holds quants 4 * w ..
+4 * w + 3, signed bytes in the order of the values. The others are floats, low for values 0 to 15,
+high for 16 to 31:
 
     value i = scale * (quant i - offset) - minimum
 

@@ -33,6 +33,7 @@ ROW_BYTES = 2 * K
 PIECE_BYTES = 16
 BOUNDARY = 1024  # of matrices
 
+WITH_WARPGROUPS = (9, 0)  # the compute capability of cards that have them
 ACCELERATED = "wgmma."  # in PTX that only such a target has, whose name then ends with an "a"
 _STEP = 16  # columns that an instruction multiplies
 _REGISTER = "strata_sum"  # of PTX, and a number
@@ -142,9 +143,7 @@ publish = Intrinsic(
 )
 
 # Two halves of a word each: a + b, and a * b + c, rounded once.
-add_halves = Intrinsic(
-    "add_halves", "i32(i32, i32)", ptx=("add.rn.f16x2 $0, $1, $2;", "=r,r,r")
-)
+add_halves = Intrinsic("add_halves", "i32(i32, i32)", ptx=("add.rn.f16x2 $0, $1, $2;", "=r,r,r"))
 fma_halves = Intrinsic(
     "fma_halves",
     "i32(i32, i32, i32)",
