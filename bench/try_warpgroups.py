@@ -29,7 +29,7 @@ def jobs() -> list[tuple[str, object]]:
     for rows in TILES:
         found += [("warpgroup_linear", (kind, rows)) for kind in DENSE]
         found += [("warpgroup_gate_up", (T.Q4_K, rows)), ("warpgroup_expert", (T.Q6_K, rows))]
-        found += [("warpgroup_group", rows)]
+        found += [("warpgroup_group", rows), ("warpgroup_halves", None)][: 1 + (rows == TILES[0])]
     found += [("batch_linear", kind) for kind in DENSE]
     found += [("batch_expert", T.Q4_K), ("batch_expert", T.Q6_K), ("batch_up", T.Q4_K)]
     found += [("batch_count", None), ("batch_group", None), ("batch_sum", None), ("route", None)]

@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import gpu_launches
+import gpu_simulator
 import kernel_references as plain
 import numpy as np
 import pytest
 from gpu_launches import aligned
 from host_launches import UNTOUCHED, Matrix, as_read, normal
+from test_gpu_batches import OUT, layer
+from test_gpu_experts import Experts, Routes
 from test_gpu_linear import buffer_of
 
 from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu.half_stages import ROWS_BY
+from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.reference import Floats
 
 T = TensorType
@@ -78,3 +83,37 @@ def test_warpgroups_multiply_within_the_rounding_of_halves(
     read = as_read(kind, x)
     wanted = plain.linear(read.astype(np.float64), matrix.weight) + bias + before
     assert np.all(np.abs(found - wanted) <= bound(matrix, read) + 1e-6)
+
+
+def test_warpgroups_pass_a_layers_experts() -> None:
+    kind, rows, experts, width, inner_width = T.Q8_0, 70, 2, 128, 64
+    shapes = (kind, inner_width, width), (kind, inner_width, width), (kind, OUT, inner_width)
+    held, routes, x = (
+        Experts(experts, *shapes),
+        Routes.of(rows, experts),
+        normal(rows, width, seed=1),
+    )
+    program, arrays = layer(held, routes, x, inner_width, rows + 2, kind)
+    before = arrays["y"][:rows] = normal(rows, OUT, seed=2)
+    read = {"addresses", "x", "rows", "tier", "logits"}
+    written = [array for name, array in arrays.items() if name not in read]
+    launches = card_launches(program, rows + 2, warpgroups=True)
+    assert [one.kernel.name for one in launches if one.kernel.name.startswith("warp")] == [
+        "warpgroup_halves",
+        "warpgroup_gate_up_q8_0_64",
+        "warpgroup_expert_q8_0_64",
+    ]
+    memory = gpu_simulator.Memory(written, [held.memory, *(arrays[name] for name in read)])
+    for one in launches:
+        gpu_launches.simulate(one, rows + 2, memory)
+    starts, members, places = plain.expert_group(routes.chosen, experts)
+    gathered = plain.expert_gather(as_read(kind, x), members, 2).astype(np.float64)
+    inner = plain.expert_gate_up(gathered, starts, held.weights(0), held.weights(1))
+    choices = rows * routes.chosen.shape[1]
+    halves = arrays["inner"].ravel().view(np.float16)[: choices * inner_width] / ROWS_BY
+    halves = halves.reshape(choices, inner_width).astype(np.float64)
+    np.testing.assert_allclose(halves, inner[places], rtol=4e-3, atol=4e-3)
+    _, shares = plain.router_top_k(arrays["logits"][:rows], 2, renormalise=True)
+    y = plain.expert_down(halves[members], starts, places, shares, held.weights(2), before)
+    np.testing.assert_allclose(arrays["y"][:rows], y, rtol=2e-3, atol=2e-3)
+    assert np.all(arrays["y"][rows:] == UNTOUCHED)

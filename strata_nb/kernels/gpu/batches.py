@@ -142,14 +142,18 @@ def _routed(
     inner = given | arguments_of(gate_up) | members
     outer = given | arguments_of(down) | members
     gate, up = _pair(gate_up)
-    products = {"sources": given["members"], "x": outer["inner"], "y": outer["products"]}
-    products |= {"offset": outer["down_offset"]}
+    products = {"sources": given["members"], "y": outer["products"], "offset": outer["down_offset"]}
     of_tile = rows_of_tile(rows, given["top_k"], given["experts"])
     both = takes(inner["values"]) and takes(outer["values"]) and gate == up
+    # Halves of the rows find a place in `other`, which nothing else of a card needs.
+    both = both and 2 * inner["values"] <= 4 * given["top_k"] * inner["outputs"]
     if warpgroups and both and of_tile:
+        halves = {"x": inner["other"]}
+        yield _part("warpgroup_halves", gate_up.label, inner | {"halves": inner["other"]})
         yield _part("warpgroup_group", group.label, given, of_tile)
-        yield _part("warpgroup_gate_up", gate_up.label, inner, (gate, of_tile))
+        yield _part("warpgroup_gate_up", gate_up.label, inner | halves, (gate, of_tile))
         variant = TensorType(down.variant), of_tile  # type: ignore[arg-type]
+        products |= {"x": inner["inner"]}
         yield _part("warpgroup_expert", down.label, outer | products, variant)
         yield _part("batch_sum", down.label, outer)
         return
@@ -159,6 +163,6 @@ def _routed(
     words = {**inner, "offset": inner["up_offset"], "parts": PARTS}
     yield _part("batch_up", gate_up.label, words, up)
 
-    products |= {"parts": parts_of_down(outer["top_k"], outer["values"])}
+    products |= {"x": outer["inner"], "parts": parts_of_down(outer["top_k"], outer["values"])}
     yield _part("batch_expert", down.label, outer | products, down.variant)
     yield _part("batch_sum", down.label, outer)

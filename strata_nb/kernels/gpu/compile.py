@@ -32,6 +32,7 @@ _NEWER = "a newer toolkit: pip install -U 'strata-nb[cuda]'"
 OLDEST = (7, 5)  # what PTX is made for
 _REGISTERS = 65_536  # of a multiprocessor, which its blocks share, on every card
 _SPARING = 80  # the first target that keeps to the registers that a kernel asks for
+_SERIALISED = "instructions are serialized"  # of the linker, of products of warpgroups
 _WORDS = {"address": "int64", "integer": "int64", "float": "float32"}
 
 
@@ -122,6 +123,8 @@ def link(ptx: str, target: str) -> Cubin:
         log = _log(bindings, handle, "info")
     finally:
         bindings.destroy(handle)
+    if _SERIALISED in log:
+        raise AssertionError(f"products of {entry} do not go on beside other instructions: {log}")
     # Two forms of the report are in use, of which one counts all local memory of a thread.
     registers = int(_number(r"[Uu]sed (\d+) registers", log))
     spills = int(_number(r"(\d+) bytes (?:spill stores|lmem)", log))

@@ -14,12 +14,14 @@ by 8: up to 524,000 they are. What is larger is infinite, and so are the sums th
 
 from __future__ import annotations
 
+import struct
 from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.intrinsics import (
     BytesOf,
+    copy_16,
     f32,
     halves_of_f32,
     i32,
@@ -38,8 +40,9 @@ from strata_nb.kernels.gpu.products import decoder_of
 
 WEIGHTS_BY, ROWS_BY = 64.0, 0.125
 UNIT = 1 / (WEIGHTS_BY * ROWS_BY)  # what sums are multiplied by
-ROWS_AT_ONCE = 64  # of which every thread brings a quarter of a tile
-ROW_WORDS = 5  # of what a thread holds of a row
+QUANT_ROWS = 64  # of which each of 256 threads brings a quarter of a tile
+HALF_ROWS = 32  # of which each brings a piece of a tile
+_ROW_WORDS = 5  # of what a thread holds of a row
 
 _TURNED = -0x7F7F7F80  # the highest bits of a word's bytes
 _EXPONENTS = 0x64646464  # of halves of 1024
@@ -50,10 +53,11 @@ _second_halves = BytesOf("second_halves", (2, 4, 3, 4))
 
 def _twice(value: int) -> int:
     """Return a word of two halves of an integer, as a signed one."""
-    import struct
-
     (bits,) = struct.unpack("<H", struct.pack("<e", value))
     return int.from_bytes(struct.pack("<2H", bits, bits), "little", signed=True)
+
+
+LESS = _twice(-_ONE)
 
 
 def _both(x: Any) -> Any:
@@ -111,7 +115,7 @@ def _load_row(row: int, scale: int) -> Any:
 @cache
 def load_rows(count: int) -> Function:
     """Return a device function (rows, at, scale_at): what a thread holds of so many rows, a quarter
-    of a tile of each: `ROW_WORDS` words.
+    of a tile of each: `_ROW_WORDS` words.
 
     rows   addresses of the rows; at, scale_at   how much further quants and scale are
     """
@@ -129,20 +133,32 @@ def load_rows(count: int) -> Function:
     return load
 
 
+def halves_of_quants(words: Any) -> Any:
+    """Return eight words: the halves of 16 quants of a row and their scale."""
+    less = LESS
+    a, b, c, d, scale = words
+    by = _both(scale * f32(ROWS_BY))
+    zero = i32(0)
+    return (
+        *_four(a, less, by, zero),
+        *_four(b, less, by, zero),
+        *_four(c, less, by, zero),
+        *_four(d, less, by, zero),
+    )
+
+
 @cache
 def put_rows(count: int) -> Function:
     """Return a device function (place, words) that stores what `load_rows` loaded.
 
     place   of the first row's first piece; the second is the one beside it
     """
-    less = _twice(-_ONE)
-    further = ROWS_AT_ONCE * ROW_BYTES
+    further = QUANT_ROWS * ROW_BYTES
 
     def one(place: int, words: Any) -> None:
-        a, b, c, d, scale = words[:ROW_WORDS]
-        by = _both(scale * f32(ROWS_BY))
-        _store_eight(place, a, b, less, by, i32(0))
-        _store_eight(place ^ PIECE_BYTES, c, d, less, by, i32(0))
+        a, b, c, d, e, f, g, h = halves_of_quants(words[:_ROW_WORDS])
+        shared_store_4xi32(place, a, b, c, d)
+        shared_store_4xi32(place ^ PIECE_BYTES, e, f, g, h)
 
     if count == 1:
         return one
@@ -150,6 +166,29 @@ def put_rows(count: int) -> Function:
 
     def put(place: int, words: Any) -> None:
         one(place, words)
-        others(place + further, words[ROW_WORDS:])
+        others(place + further, words[_ROW_WORDS:])
 
     return put
+
+
+@cache
+def copy_rows(count: int) -> Function:
+    """Return a device function (place, rows, at) that begins to copy a piece of so many rows of
+    halves.
+
+    place   of the first row's piece; rows   addresses; at   how much further the pieces are
+    """
+    further = HALF_ROWS * ROW_BYTES
+
+    def one(place: int, rows: Any, at: int) -> None:
+        copy_16(place, rows[0] + at)
+
+    if count == 1:
+        return one
+    others = copy_rows(count - 1)
+
+    def copy(place: int, rows: Any, at: int) -> None:
+        one(place, rows, at)
+        others(place + further, rows[1:], at)
+
+    return copy

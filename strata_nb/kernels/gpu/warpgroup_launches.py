@@ -13,6 +13,7 @@ from strata_nb.kernels.gpu.grouping import group_kernel
 from strata_nb.kernels.gpu.intrinsics.warpgroups import K
 from strata_nb.kernels.gpu.routed import CardKernel, card_kernel
 from strata_nb.kernels.gpu.warpgroup_products import (
+    halves_kernel,
     warpgroup_expert_kernel,
     warpgroup_gate_up_kernel,
     warpgroup_linear_kernel,
@@ -37,10 +38,11 @@ WARPGROUP_KERNELS: dict[str, CardKernel] = {
         _find(warpgroup_expert_kernel),
     ),
     "warpgroup_gate_up": card_kernel(
-        "*tiles *sources *targets *addresses *x *packed gate_offset up_offset values outputs "
+        "*tiles *sources *targets *addresses *x *inner gate_offset up_offset values outputs "
         "experts top_k",
         _find(warpgroup_gate_up_kernel),
     ),
+    "warpgroup_halves": card_kernel("*rows *x *halves values", lambda _, __: halves_kernel()),
     "warpgroup_group": card_kernel(
         "*rows *chosen *counts *members *sources *tiles experts top_k",
         lambda rows, given: group_kernel(given["top_k"], rows),

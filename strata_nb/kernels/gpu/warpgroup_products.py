@@ -11,7 +11,18 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType, row_bytes
-from strata_nb.kernels.gpu.intrinsics import block_x, block_y, i64, load_i64, thread_index
+from strata_nb.kernels.gpu.half_stages import halves_of_quants
+from strata_nb.kernels.gpu.intrinsics import (
+    block_x,
+    block_y,
+    i32,
+    i64,
+    load_4xi32,
+    load_f32,
+    load_i64,
+    store_4xi32,
+    thread_index,
+)
 from strata_nb.kernels.gpu.intrinsics.warpgroups import WARPGROUP, M
 from strata_nb.kernels.gpu.operations import (
     Arguments,
@@ -31,8 +42,9 @@ from strata_nb.kernels.gpu.warpgroup_tiles import (
     shared_bytes_of,
 )
 from strata_nb.kernels.groups import TILE_BYTES, most_tiles
+from strata_nb.kernels.quantised_rows import SCALES, SUB_BLOCK_BYTES
 
-MOST_ROWS = 256  # of a block
+_PIECES = 128  # that a block of `halves_kernel` makes
 _REGISTERS = {256: 255, 128: 128, 64: 128}  # one block a multiprocessor, or two
 
 
@@ -117,12 +129,14 @@ def _expert_reads(kind: TensorType, matrices: int) -> Any:
 def warpgroup_expert_kernel(kind: TensorType, rows_of_block: int) -> GpuKernel:
     """Return the product of choices' rows with a matrix of their experts: blocks for each tile.
 
-    Its arguments are those of `batch_expert` without parts. Tiles have up to `rows_of_block` rows.
+    Its arguments are those of `batch_expert` without parts; x are halves, in units of
+    `half_stages.ROWS_BY`. Tiles have up to `rows_of_block` rows.
 
-    Reads the matrix of each expert that was chosen once for each of its tiles, and 1.1 bytes a
-    value of the rows for each block's outputs.
+    Reads the matrix of each expert that was chosen once for each of its tiles, and 2 bytes a value
+    of the rows for each block's outputs.
     """
-    product, store = block_product(kind, rows_of_block), store_rows(rows_of_block)
+    product = block_product(kind, rows_of_block, halves=True)
+    store = store_rows(rows_of_block)
 
     def expert(
         tiles: int,
@@ -152,15 +166,16 @@ def warpgroup_expert_kernel(kind: TensorType, rows_of_block: int) -> GpuKernel:
 
 @cache
 def warpgroup_gate_up_kernel(kind: TensorType, rows_of_block: int) -> GpuKernel:
-    """Return gate and up of choices' rows: packed = silu(gate) * up, quantised.
+    """Return gate and up of choices' rows: inner = silu(gate) * up.
 
-    Other arguments than those of `warpgroup_expert` are `packed`, with a row for each choice, and
-    where in a blob gate and up begin. The outputs are a multiple of 32.
+    Other arguments than those of `warpgroup_expert` are `inner`, halves (rows * top_k, outputs) in
+    units of `half_stages.ROWS_BY`, and where in a blob gate and up begin. The outputs are a
+    multiple of 64.
 
-    Reads both matrices as `warpgroup_expert` does, and writes 1.5 bytes for each output of a
-    choice.
+    Reads both matrices as `warpgroup_expert` does, and writes 2 bytes for each output of a choice.
     """
-    product, store = block_product(kind, rows_of_block), store_gated(rows_of_block)
+    product = block_product(kind, rows_of_block, halves=True)
+    store = store_gated(rows_of_block)
 
     def gate_up(
         tiles: int,
@@ -168,7 +183,7 @@ def warpgroup_gate_up_kernel(kind: TensorType, rows_of_block: int) -> GpuKernel:
         targets: int,
         addresses: int,
         x: int,
-        packed: int,
+        inner: int,
         gate_offset: int,
         up_offset: int,
         values: int,
@@ -183,7 +198,39 @@ def warpgroup_gate_up_kernel(kind: TensorType, rows_of_block: int) -> GpuKernel:
         weight = load_i64(addresses + 8 * number) + of_own
         block = M * i64(block_x())
         thread = product(first, here, sources, targets, x, weight, values, outputs, block)
-        store(thread, here, packed, outputs, block)
+        store(thread, here, inner, outputs, block)
 
     grid, reads = _tiles_grid(OUTPUTS // WARPGROUPS, rows_of_block), _expert_reads(kind, 2)
     return _kernel("warpgroup_gate_up", kind, rows_of_block, gate_up, grid, reads)
+
+
+_PIECE = 16  # values of a thread
+
+
+def _halves(rows: int, x: int, halves: int, values: int) -> None:
+    row = i64(block_y())
+    number, pieces = i32(_PIECES * block_x() + thread_index()), i32(values >> 4)
+    if row >= load_i64(rows) or number >= pieces:
+        return
+    sub_blocks = values >> 5
+    source = x + row * sub_blocks * SUB_BLOCK_BYTES
+    words = load_4xi32(source + _PIECE * number)
+    scale = load_f32(source + SCALES * sub_blocks + 4 * (number >> 1))
+    a, b, c, d, e, f, g, h = halves_of_quants((*words, scale))
+    target = halves + 2 * (row * values + _PIECE * number)
+    store_4xi32(target, a, b, c, d)
+    store_4xi32(target + 16, e, f, g, h)
+
+
+def _halves_grid(arguments: Arguments, most_rows: int) -> Grid:
+    return blocks_of(arguments["values"] // _PIECE, _PIECES), most_rows, 1
+
+
+@cache
+def halves_kernel() -> GpuKernel:
+    """Return what makes halves of quantised rows, (rows, values), in units of
+    `half_stages.ROWS_BY`: a thread for 16 values. Its arguments are rows, x, halves and values.
+
+    Reads 1.1 bytes a value and writes 2.
+    """
+    return GpuKernel("warpgroup_halves", _halves, _PIECES, _halves_grid)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from strata_nb.kernels.gpu.activations import quantise_quarter
-from strata_nb.kernels.gpu.exponential import silu
-from strata_nb.kernels.gpu.half_stages import UNIT
+from strata_nb.kernels.gpu.exponential import exp
+from strata_nb.kernels.gpu.half_stages import ROWS_BY, UNIT
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     bits_of_f32,
     f32,
     fetch_f32,
+    halves_of_f32,
     i32,
     load_4xf32,
     load_f32,
@@ -24,11 +24,9 @@ from strata_nb.kernels.gpu.intrinsics import (
     store_4xi32,
     store_f32,
 )
-from strata_nb.kernels.gpu.intrinsics.warpgroups import M
+from strata_nb.kernels.gpu.intrinsics.warpgroups import M, nearly_divided
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.kernels.gpu.warpgroup_tiles import APART, THREADS, targets_at
-from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
-from strata_nb.packing import SUB_BLOCK
 
 _WARPS = THREADS // WARP
 _FLOATS = 4  # of a lane
@@ -46,6 +44,10 @@ def _sum(a: Any, b: Any) -> Any:
 def _zeros() -> Any:
     zero = f32(0.0)
     return zero, zero, zero, zero
+
+
+def _silu(x: Any) -> Any:
+    return nearly_divided(x, f32(1.0) + exp(-x))
 
 
 @cache
@@ -125,32 +127,30 @@ def store_rows(rows: int) -> Function:
 
 @cache
 def store_gated(rows: int) -> Function:
-    """Return a device function (thread, here, packed, outputs, block): quantise silu(gate) * up of
-    a block, whose warpgroups have 64 outputs of gate and of up.
+    """Return a device function (thread, here, inner, outputs, block): store silu(gate) * up of a
+    block, whose warpgroups have 64 outputs of gate and of up, as halves in units of `ROWS_BY`.
 
-    The outputs are a multiple of 32.
+    The outputs are a multiple of 64.
     """
     target_at = targets_at(rows)
 
     def gated(place: int) -> Any:
         x = _in_units(shared_load_4xf32(place))
         up = _in_units(shared_load_4xf32(place + 4 * M))
-        return silu(x[0]) * up[0], silu(x[1]) * up[1], silu(x[2]) * up[2], silu(x[3]) * up[3]
+        by = f32(ROWS_BY)
+        a, b = _silu(x[0]) * up[0] * by, _silu(x[1]) * up[1] * by
+        c, d = _silu(x[2]) * up[2] * by, _silu(x[3]) * up[3] * by
+        return halves_of_f32(a, b), halves_of_f32(c, d)
 
-    def store(thread: int, here: int, packed: int, outputs: int, block: int) -> None:
-        # Four lanes have a sub-block of a row, eight values each; a warp has four rows.
-        lane, sub_blocks = i32(thread & WARP - 1), outputs // SUB_BLOCK
-        column = i32(SUB_BLOCK * (lane >> 2 & 1) + 8 * (lane & 3))
-        number, last = i32(4 * (thread >> 5) + (lane >> 3)), i32(here - 1)
-        output, first = block + column, i32(4 * (thread >> 5))
-        while first <= last:
-            own = min(number, last)
-            target = packed + SUB_BLOCK_BYTES * sub_blocks * shared_load_i64(target_at + 8 * own)
-            place = 4 * (APART * own + column)
-            x = gated(place) + gated(place + 16)
-            is_there = number <= last and output < outputs
-            quantise_quarter(x, lane, target, sub_blocks, output // SUB_BLOCK, is_there)
-            first += 4 * _WARPS
-            number += 4 * _WARPS
+    def store(thread: int, here: int, inner: int, outputs: int, block: int) -> None:
+        # Eight lanes have a row.
+        column, number = i32(8 * (thread & 7)), i32(thread >> 3)
+        while number < here:
+            row = shared_load_i64(target_at + 8 * number)
+            place = 4 * (APART * number + column)
+            a, b = gated(place)
+            c, d = gated(place + 16)
+            store_4xi32(inner + 2 * (row * outputs + block + column), a, b, c, d)
+            number += THREADS // 8
 
     return store

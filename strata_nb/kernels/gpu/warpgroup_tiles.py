@@ -24,15 +24,19 @@ from typing import Any
 
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.half_stages import (
-    ROWS_AT_ONCE,
+    HALF_ROWS,
+    QUANT_ROWS,
+    copy_rows,
     load_rows,
     put_rows,
     put_weights,
 )
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
+    await_copies,
     barrier,
     i32,
+    i64,
     load_i64,
     once_i64,
     shared_store_i64,
@@ -62,6 +66,7 @@ THREADS = WARPGROUPS * WARPGROUP
 OUTPUTS = WARPGROUPS * M  # of a block
 APART = OUTPUTS + 4  # floats between rows of sums, so that lanes have banks of their own
 _STAGES = 3
+_FEWEST = 64  # rows that are multiplied at once, at least
 _WEIGHTS = ROW_BYTES * OUTPUTS  # bytes of a stage before its rows
 _NEXT = K // SUB_BLOCK  # sub-blocks from a tile to the next
 
@@ -85,92 +90,142 @@ def shared_bytes_of(kind: TensorType, rows: int) -> int:
 
 
 @cache
-def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
+def _along_rows(kind: TensorType, rows: int, table: int, *, halves: bool) -> Function:
     """Return a device function that multiplies tile after tile, with up to so many rows.
 
     along(of_weights, of_rows, sub_blocks, places); the type's table is at `table`
 
     of_weights   group, rows_in_group, row, s: what `Decoder.read` is given of the first tile
-    of_rows      addresses of a thread's rows, from its first quant on; how far their scale is
+    of_rows      addresses of a thread's rows, from what it brings on; of quants how far their scale
+                 is
     places       of what the thread brings of weights and of rows, and of A of its warpgroup
     """
-    count = rows // ROWS_AT_ONCE
-    read, put, load, put_all = (
-        decoder_of(kind).read,
-        put_weights(kind),
-        load_rows(count),
-        put_rows(count),
-    )
+    read, put = decoder_of(kind).read, put_weights(kind)
+    load, put_all = load_rows(rows // QUANT_ROWS), put_rows(rows // QUANT_ROWS)
+    copy = copy_rows(rows // HALF_ROWS)
     add = multiply(rows)
     stage_bytes = _stage_bytes(rows)
+
+    def next_stage(stage: int) -> Any:
+        return i32(stage + stage_bytes if stage < (_STAGES - 1) * stage_bytes else 0)
+
+    def read_tile(of_weights: Any, sub_blocks: int, tile: int) -> Any:
+        group, rows_in_group, row, s = of_weights
+        return read(group, rows_in_group, row, sub_blocks, i32(s + _NEXT * tile))
+
+    def load_tile(of_rows: Any, tile: int) -> Any:
+        x, scale = of_rows
+        return load(x, i32(K * tile), i32(scale + 4 * _NEXT * tile))
 
     def put_tile(stage: int, places: Any, weights: Any, x: Any) -> None:
         put(i32(stage + places[0]), weights, table)
         put_all(i32(stage + _WEIGHTS + places[1]), x)
         publish()
 
-    def along(of_weights: Any, of_rows: Any, sub_blocks: int, places: Any) -> None:
-        group, rows_in_group, row, s = of_weights
-        x, scale = of_rows
-        tiles = i32(sub_blocks >> 1)
-        weights = read(group, rows_in_group, row, sub_blocks, s)
-        rows_of_tile = load(x, i32(0), scale)
-        put_tile(i32(0), places, weights, rows_of_tile)
-        last = i32(tiles - 1)
-        following = min(i32(1), last)
-        weights = read(group, rows_in_group, row, sub_blocks, i32(s + _NEXT * following))
-        rows_of_tile = load(x, i32(K * following), i32(scale + 4 * _NEXT * following))
-        barrier()
+    def copy_tile(stage: int, places: Any, of_rows: Any, tile: int) -> None:
+        copy(i32(stage + _WEIGHTS + places[1]), of_rows[0], i32(2 * K * tile))
+
+    def along_quants(of_weights: Any, of_rows: Any, sub_blocks: int, places: Any) -> None:
+        last = i32((sub_blocks >> 1) - 1)
         tile, stage = i32(0), i32(0)
-        while tile < tiles:
+        put_tile(stage, places, read_tile(of_weights, sub_blocks, tile), load_tile(of_rows, tile))
+        following = min(i32(1), last)
+        weights, x = read_tile(of_weights, sub_blocks, following), load_tile(of_rows, following)
+        barrier()
+        while tile <= last:
             add(stage + places[2], stage + _WEIGHTS)
-            stage = i32(stage + stage_bytes if stage < (_STAGES - 1) * stage_bytes else 0)
-            put_tile(stage, places, weights, rows_of_tile)
+            stage = next_stage(stage)
+            put_tile(stage, places, weights, x)
             following = min(i32(tile + 2), last)
-            weights = read(group, rows_in_group, row, sub_blocks, i32(s + _NEXT * following))
-            rows_of_tile = load(x, i32(K * following), i32(scale + 4 * _NEXT * following))
+            weights = read_tile(of_weights, sub_blocks, following)
+            x = load_tile(of_rows, following)
             await_older_products()
             barrier()
             tile += 1
 
-    return along
+    def along_halves(of_weights: Any, of_rows: Any, sub_blocks: int, places: Any) -> None:
+        last = i32((sub_blocks >> 1) - 1)
+        tile, stage = i32(0), i32(0)
+        copy_tile(stage, places, of_rows, tile)
+        put(i32(stage + places[0]), read_tile(of_weights, sub_blocks, tile), table)
+        weights = read_tile(of_weights, sub_blocks, min(i32(1), last))
+        await_copies()
+        publish()
+        barrier()
+        while tile <= last:
+            add(stage + places[2], stage + _WEIGHTS)
+            stage = next_stage(stage)
+            copy_tile(stage, places, of_rows, min(i32(tile + 1), last))
+            put(i32(stage + places[0]), weights, table)
+            weights = read_tile(of_weights, sub_blocks, min(i32(tile + 2), last))
+            await_copies()
+            publish()
+            await_older_products()
+            barrier()
+            tile += 1
+
+    return along_halves if halves else along_quants
 
 
 @cache
-def _along_any(kind: TensorType, rows: int) -> Function:
+def _along_any(kind: TensorType, rows: int, *, halves: bool) -> Function:
     """Return `along` for up to so many rows, behind their number: where there are few rows, few are
     brought and multiplied."""
-    table_at = _table_at(rows)
-    whole = _along_rows(kind, rows, table_at)
+    table_at, each = _table_at(rows), HALF_ROWS if halves else QUANT_ROWS
+    whole = _along_rows(kind, rows, table_at, halves=halves)
 
     def of_all(
         here: int, of_weights: Any, x: Any, scale: int, sub_blocks: int, places: Any
     ) -> None:
         whole(of_weights, (x, scale), sub_blocks, places)
 
-    if rows == ROWS_AT_ONCE:
+    if rows == _FEWEST:
         return of_all
     half = rows // 2
-    count = half // ROWS_AT_ONCE
-    fewer = _along_rows(kind, half, table_at)
-    least = _along_rows(kind, ROWS_AT_ONCE, table_at)
-    has_least = half > ROWS_AT_ONCE
+    few, fewest = half // each, _FEWEST // each
+    fewer = _along_rows(kind, half, table_at, halves=halves)
+    least = _along_rows(kind, _FEWEST, table_at, halves=halves)
+    has_least = half > _FEWEST
 
     def of_some(
         here: int, of_weights: Any, x: Any, scale: int, sub_blocks: int, places: Any
     ) -> None:
         if here > half:
             whole(of_weights, (x, scale), sub_blocks, places)
-        elif has_least and here <= ROWS_AT_ONCE:
-            least(of_weights, (x[:1], scale), sub_blocks, places)
+        elif has_least and here <= _FEWEST:
+            least(of_weights, (x[:fewest], scale), sub_blocks, places)
         else:
-            fewer(of_weights, (x[:count], scale), sub_blocks, places)
+            fewer(of_weights, (x[:few], scale), sub_blocks, places)
 
     return of_some
 
 
 @cache
-def block_product(kind: TensorType, rows: int) -> Function:
+def _rows_at(count: int, apart: int) -> Function:
+    """Return a device function: addresses of so many rows, each `apart` numbers behind the other.
+
+    rows_at(own, first, here, sources, x, size); those that are not there are the last
+    """
+
+    def one(own: int, first: int, here: int, sources: int, x: int, size: int) -> Any:
+        number = first + min(own, here - 1)
+        if sources != 0:
+            number = load_i64(sources + 8 * number)
+        return (once_i64(x + number * size),)
+
+    if count == 1:
+        return one
+    others = _rows_at(count - 1, apart)
+
+    def rows_at(own: int, first: int, here: int, sources: int, x: int, size: int) -> Any:
+        more = others(own + apart, first, here, sources, x, size)
+        return one(own, first, here, sources, x, size) + more
+
+    return rows_at
+
+
+@cache
+def block_product(kind: TensorType, rows: int, *, halves: bool = False) -> Function:
     """Return a device function: a block's 128 outputs of up to so many rows, in shared memory.
 
     product(first, here, sources, targets, x, weight, values, outputs, block) -> its thread
@@ -178,6 +233,7 @@ def block_product(kind: TensorType, rows: int) -> Function:
     first, here   the number of the block's first row, and how many there are, 1 at least
     sources       address of int64: which row of x each is; 0: those of their own number
     targets       the same of rows of the results
+    x             quantised rows; or `halves`, (rows, values), which are multiplied as they are
     weight        of a warpgroup's matrix, of which it has 64 outputs from `block` on; they are the
                   same in its threads
     values        of a row, a multiple of 64
@@ -185,28 +241,13 @@ def block_product(kind: TensorType, rows: int) -> Function:
     Behind it row n's sums begin at 4 * APART * n, in `half_stages.UNIT`; row n's target is at
     `targets_at` + 8 * n.
     """
-    along = _along_any(kind, rows)
-    count = rows // ROWS_AT_ONCE
+    along = _along_any(kind, rows, halves=halves)
+    each = HALF_ROWS if halves else QUANT_ROWS
+    rows_at, shift = _rows_at(rows // each, each), 3 if halves else 2
     begin, store = begin_sums(rows), store_sums(rows, APART)
     fill = table_filler(kind, _table_at(rows), THREADS)
     bytes_of_row = row_bytes_of(kind)
     target_at = targets_at(rows)
-
-    def row_at(number: int, first: int, here: int, sources: int, x: int, size: int) -> Any:
-        number = first + min(number, here - 1)
-        if sources != 0:
-            number = load_i64(sources + 8 * number)
-        return once_i64(x + number * size)
-
-    def rows_at(own: int, first: int, here: int, sources: int, x: int, size: int) -> Any:
-        one = (row_at(own, first, here, sources, x, size),)
-        if count == 1:
-            return one
-        two = (*one, row_at(own + 64, first, here, sources, x, size))
-        if count == 2:
-            return two
-        three = (*two, row_at(own + 128, first, here, sources, x, size))
-        return (*three, row_at(own + 192, first, here, sources, x, size))
 
     def product(
         first: int,
@@ -232,12 +273,14 @@ def block_product(kind: TensorType, rows: int) -> Function:
         rows_in_group = i32(min(outputs - output, GROUP_ROWS))
         row = i32(min(in_group, rows_in_group - 1))
         place = ROW_BYTES * (column + in_group) + PIECE_BYTES * (4 * half ^ in_group)
-        # A quarter of a row's tile.
-        own, quarter = i32(thread >> 2), i32(thread & 3)
-        quants = x + PIECE_BYTES * quarter
-        x_rows = rows_at(own, first, here, sources, quants, sub_blocks * SUB_BLOCK_BYTES)
-        scale = i32(SCALES * sub_blocks + 4 * (quarter >> 1) - PIECE_BYTES * quarter)
-        x_place = ROW_BYTES * own + PIECE_BYTES * (2 * quarter ^ own & 7)
+        # A piece of a row's tile, or a quarter of it, which becomes two pieces.
+        own, part = i32(thread >> shift), i32(thread & (1 << shift) - 1)
+        size, piece = 2 * values, part
+        if not halves:
+            size, piece = i64(sub_blocks * SUB_BLOCK_BYTES), i32(2 * part)
+        x_rows = rows_at(own, first, here, sources, x + PIECE_BYTES * part, size)
+        scale = i32(SCALES * sub_blocks + 4 * (part >> 1) - PIECE_BYTES * part)
+        x_place = ROW_BYTES * own + PIECE_BYTES * (piece ^ own & 7)
 
         begin()
         fill(thread)
