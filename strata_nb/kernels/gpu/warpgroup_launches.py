@@ -33,6 +33,10 @@ WARPGROUP_KERNELS: dict[str, CardKernel] = {
     "warpgroup_linear": card_kernel(
         "*rows *x *weight *bias *y values outputs add", _find(warpgroup_linear_kernel)
     ),
+    "warpgroup_linear_of_halves": card_kernel(
+        "*rows *x *weight *bias *y values outputs add",
+        lambda variant, _: warpgroup_linear_kernel(*variant, halves=True),
+    ),
     "warpgroup_expert": card_kernel(
         "*tiles *sources *targets *addresses *x *y offset values outputs experts top_k",
         _find(warpgroup_expert_kernel),

@@ -64,12 +64,15 @@ def _kernel(
 
 
 @cache
-def warpgroup_linear_kernel(kind: TensorType, rows_of_block: int) -> GpuKernel:
+def warpgroup_linear_kernel(
+    kind: TensorType, rows_of_block: int, *, halves: bool = False
+) -> GpuKernel:
     """Return `linear` of the table for many rows: grid (outputs, rows), by what a block has.
 
     Reads the weights, and 1.1 bytes a value of the rows for each block's outputs.
     """
-    product, store = block_product(kind, rows_of_block), store_rows(rows_of_block)
+    product = block_product(kind, rows_of_block, halves=halves)
+    store = store_rows(rows_of_block)
 
     def linear(
         rows: int,
@@ -95,7 +98,8 @@ def warpgroup_linear_kernel(kind: TensorType, rows_of_block: int) -> GpuKernel:
         _, outputs, _ = outputs_grid(1, arguments["outputs"], OUTPUTS)
         return outputs, blocks_of(most_rows, rows_of_block), 1
 
-    return _kernel("warpgroup_linear", kind, rows_of_block, linear, grid, weights_read(kind))
+    name = "warpgroup_linear_of_halves" if halves else "warpgroup_linear"
+    return _kernel(name, kind, rows_of_block, linear, grid, weights_read(kind))
 
 
 def _tile_of(tiles: int) -> Any:
