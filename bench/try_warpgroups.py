@@ -141,9 +141,11 @@ def main() -> None:
                         card.fetch(given["y"], found)
                         us = cb.timed(card, [one_h], rows)["median"]
                         more = cb.timed(card, [made_halves], rows)["median"]
-                        print(f"   {n} of halves: {us:.1f} us {work / us:.0f} TOPS "
-                              f"{work / us / best:.1%} of cuBLAS; to halves {more:.1f} us",
-                              flush=True)
+                        print(
+                            f"   {n} of halves: {us:.1f} us {work / us:.0f} TOPS "
+                            f"{work / us / best:.1%} of cuBLAS; to halves {more:.1f} us",
+                            flush=True,
+                        )
                         say("off", found[:64], wanted[:64])
 
         def experts(rows):
@@ -184,12 +186,13 @@ def main() -> None:
         if "check" in PARTS:
             dense(DENSE[0], 200, 512, 300, True)
             dense(DENSE[-1], 130, 768, 77, True)
-        for rows in (512, 4096):
+        for rows in (4096, 512):
+            if "experts" in PARTS:
+                experts(rows)
+            print(f"{time.time() - T0:.1f} s", flush=True)
             if "dense" in PARTS:
                 for kind in DENSE:
                     dense(kind, 4096, 2048, rows, False)
-            if "experts" in PARTS:
-                experts(rows)
             print(f"{time.time() - T0:.1f} s", flush=True)
 
 
