@@ -16,9 +16,15 @@ from test_gpu_experts import Experts, Routes
 from test_gpu_linear import buffer_of
 
 from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu import compile as gpu_compile
+from strata_nb.kernels.gpu.batches import BATCH_KERNELS
+from strata_nb.kernels.gpu.gathering import sum_kernel
 from strata_nb.kernels.gpu.half_stages import ROWS_BY
 from strata_nb.kernels.gpu.launches import card_launches
+from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.gpu.warpgroup_launches import WARPGROUP_KERNELS
 from strata_nb.kernels.reference import Floats
+from strata_nb.packing import PACKED
 
 T = TensorType
 
@@ -118,3 +124,39 @@ def test_warpgroups_pass_a_layers_experts() -> None:
     y = plain.expert_down(halves[members], starts, places, shares, held.weights(2), before)
     np.testing.assert_allclose(arrays["y"][:rows], y, rtol=2e-3, atol=2e-3)
     assert np.all(arrays["y"][rows:] == UNTOUCHED)
+
+
+def code_of(name: str, kind: TensorType, rows: int) -> tuple[GpuKernel, gpu_compile.Cubin]:
+    described = WARPGROUP_KERNELS[name]
+    kernel = described.find((kind, rows), {})
+    ptx = gpu_compile.ptx_code(kernel, described.kinds)
+    assert ".f64" not in ptx
+    return kernel, gpu_compile.link(ptx, "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rows"),
+    [
+        ("warpgroup_gate_up", T.Q4_K, 128),  # two blocks a multiprocessor
+        *(
+            pytest.param(f"warpgroup_{name}", kind, rows, marks=pytest.mark.slow)
+            for name in ("linear", "linear_of_halves", "gate_up", "expert")
+            for kind in sorted(PACKED)
+            for rows in (64, 128, 256)
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_products_of_warpgroups_fit_their_registers(name: str, kind: TensorType, rows: int) -> None:
+    kernel, made = code_of(name, kind, rows)
+    assert made.registers <= kernel.registers
+    assert made.spill_bytes == 0
+
+
+def test_a_kernel_whose_products_wait_for_each_other_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = "wgmma.mma_async instructions are serialized due to the presence of Extern calls"
+    monkeypatch.setattr(gpu_compile, "_log", lambda *_: said)
+    with pytest.raises(AssertionError, match="batch_sum do not go on"):
+        gpu_compile.cubin_of(sum_kernel(), BATCH_KERNELS["batch_sum"].kinds, "sm_90")
