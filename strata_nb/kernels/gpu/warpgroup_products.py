@@ -106,10 +106,10 @@ def _tile_of(tiles: int) -> Any:
     """Return expert, first place and number of rows of a block's tile; no rows where there is no
     tile."""
     tile = i64(block_y())
-    if tile >= load_i64(tiles):
-        return i64(0), i64(0), i64(0)
-    record = tiles + 8 + TILE_BYTES * tile
-    return load_i64(record), load_i64(record + 8), load_i64(record + 16)
+    record = tiles + 8 + TILE_BYTES * tile  # there is room for as many as the grid has
+    count, number, first = load_i64(tiles), load_i64(record), load_i64(record + 8)
+    here = load_i64(record + 16)
+    return number, first, here if tile < count else i64(0)
 
 
 def _tiles_grid(each: int, rows_of_block: int) -> Any:

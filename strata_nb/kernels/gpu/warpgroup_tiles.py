@@ -128,9 +128,12 @@ def _along_rows(kind: TensorType, rows: int, table: int, *, halves: bool) -> Fun
     def along_quants(of_weights: Any, of_rows: Any, sub_blocks: int, places: Any) -> None:
         last = i32((sub_blocks >> 1) - 1)
         tile, stage = i32(0), i32(0)
-        put_tile(stage, places, read_tile(of_weights, sub_blocks, tile), load_tile(of_rows, tile))
+        weights, x = read_tile(of_weights, sub_blocks, tile), load_tile(of_rows, tile)
         following = min(i32(1), last)
-        weights, x = read_tile(of_weights, sub_blocks, following), load_tile(of_rows, following)
+        next_weights = read_tile(of_weights, sub_blocks, following)
+        next_x = load_tile(of_rows, following)
+        put_tile(stage, places, weights, x)
+        weights, x = next_weights, next_x
         barrier()
         while tile <= last:
             add(stage + places[2], stage + _WEIGHTS)
@@ -147,8 +150,10 @@ def _along_rows(kind: TensorType, rows: int, table: int, *, halves: bool) -> Fun
         last = i32((sub_blocks >> 1) - 1)
         tile, stage = i32(0), i32(0)
         copy_tile(stage, places, of_rows, tile)
-        put(i32(stage + places[0]), read_tile(of_weights, sub_blocks, tile), table)
-        weights = read_tile(of_weights, sub_blocks, min(i32(1), last))
+        weights = read_tile(of_weights, sub_blocks, tile)
+        following = read_tile(of_weights, sub_blocks, min(i32(1), last))
+        put(i32(stage + places[0]), weights, table)
+        weights = following
         await_copies()
         publish()
         barrier()
