@@ -74,9 +74,9 @@ def bound(matrix: Matrix, x: Floats) -> Floats:
 @pytest.mark.parametrize(
     ("kind", "rows", "outputs", "values", "block_rows"),
     [
-        (T.Q4_K, 70, 139, 256, 64),
-        (T.Q6_K, 5, 8, 512, 128),
-        (T.Q8_0, 66, 4, 320, 256),
+        (T.Q4_K, 66, 71, 256, 64),  # two blocks, two warpgroups
+        (T.Q6_K, 66, 8, 256, 256),  # half a block
+        (T.Q8_0, 130, 4, 192, 256),  # a whole one
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
