@@ -81,6 +81,8 @@ def main() -> None:
             f"most {off.max() / rms:.2e}, finite {np.isfinite(found).all()}",
             flush=True,
         )
+        if not off.max() < 0.05 * rms:
+            print("   ", found.ravel()[:8], wanted.ravel()[:8], flush=True)
 
     with closing(backend.open_backend("cuda:0", 8)) as card:
         peer = Cublas(card)
