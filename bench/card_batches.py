@@ -52,6 +52,7 @@ from strata_nb.card_backend import CardBackend  # noqa: E402
 from strata_nb.errors import UnsupportedDevice  # noqa: E402
 from strata_nb.formats import TensorType, block_layout  # noqa: E402
 from strata_nb.kernels.gpu.card_launch import CardLaunch  # noqa: E402
+from strata_nb.kernels.gpu.warpgroup_launches import room_of_halves  # noqa: E402
 from strata_nb.kernels.groups import groups_at  # noqa: E402
 from strata_nb.kernels.host import activations  # noqa: E402
 from strata_nb.kernels.program import Launch, launch  # noqa: E402
@@ -172,10 +173,12 @@ def weights(kind: TensorType, outputs: int, values: int) -> NDArray[np.uint8]:
 
 
 def quantised_rows(rows: int, values: int) -> NDArray[np.uint8]:
+    """Return quantised rows, with room for what becomes of them."""
     x = np.random.default_rng(1).standard_normal((DIFFERENT_ROWS, values)).astype(np.float32)
     packed = np.empty((DIFFERENT_ROWS, row_bytes(values)), np.uint8)
     activations.quantise_rows(x.ctypes.data, packed.ctypes.data, values, 0, DIFFERENT_ROWS)
-    return np.resize(packed, (rows, packed.shape[1]))
+    quantised = np.resize(packed, (rows, packed.shape[1]))
+    return np.concatenate([quantised.ravel(), np.zeros(room_of_halves(values) * rows, np.uint8)])
 
 
 def dense(
@@ -217,7 +220,7 @@ def dense(
         "type": kind.name,
         "outputs": outputs,
         "values": values,
-        "kernel": many[0].kernel.name,
+        "kernel": many[-1].kernel.name,
         "us": us,
         "tops": 2 * rows * outputs * values / us["median"] / 1e6,
         "off_a_window": off,

@@ -25,8 +25,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     f32,
     halves_of_f32,
     i32,
-    load_4xi32,
-    load_f32,
     shared_store_4xi32,
 )
 from strata_nb.kernels.gpu.intrinsics.warpgroups import (
@@ -40,9 +38,7 @@ from strata_nb.kernels.gpu.products import decoder_of
 
 WEIGHTS_BY, ROWS_BY = 64.0, 0.125
 UNIT = 1 / (WEIGHTS_BY * ROWS_BY)  # what sums are multiplied by
-QUANT_ROWS = 64  # of which each of 256 threads brings a quarter of a tile
-HALF_ROWS = 32  # of which each brings a piece of a tile
-_ROW_WORDS = 5  # of what a thread holds of a row
+ROWS_AT_ONCE = 32  # of which each of 256 threads brings a piece of a tile
 
 _TURNED = -0x7F7F7F80  # the highest bits of a word's bytes
 _EXPONENTS = 0x64646464  # of halves of 1024
@@ -108,31 +104,6 @@ def put_weights(kind: TensorType) -> Function:
     return put
 
 
-def _load_row(row: int, scale: int) -> Any:
-    return *load_4xi32(row), load_f32(scale)
-
-
-@cache
-def load_rows(count: int) -> Function:
-    """Return a device function (rows, at, scale_at): what a thread holds of so many rows, a quarter
-    of a tile of each: `_ROW_WORDS` words.
-
-    rows   addresses of the rows; at, scale_at   how much further quants and scale are
-    """
-
-    def one(rows: Any, at: int, scale_at: int) -> Any:
-        return _load_row(rows[0] + at, rows[0] + scale_at)
-
-    if count == 1:
-        return one
-    others = load_rows(count - 1)
-
-    def load(rows: Any, at: int, scale_at: int) -> Any:
-        return one(rows, at, scale_at) + others(rows[1:], at, scale_at)
-
-    return load
-
-
 def halves_of_quants(words: Any) -> Any:
     """Return eight words: the halves of 16 quants of a row and their scale."""
     less = LESS
@@ -148,37 +119,13 @@ def halves_of_quants(words: Any) -> Any:
 
 
 @cache
-def put_rows(count: int) -> Function:
-    """Return a device function (place, words) that stores what `load_rows` loaded.
-
-    place   of the first row's first piece; the second is the one beside it
-    """
-    further = QUANT_ROWS * ROW_BYTES
-
-    def one(place: int, words: Any) -> None:
-        a, b, c, d, e, f, g, h = halves_of_quants(words[:_ROW_WORDS])
-        shared_store_4xi32(place, a, b, c, d)
-        shared_store_4xi32(place ^ PIECE_BYTES, e, f, g, h)
-
-    if count == 1:
-        return one
-    others = put_rows(count - 1)
-
-    def put(place: int, words: Any) -> None:
-        one(place, words)
-        others(place + further, words[_ROW_WORDS:])
-
-    return put
-
-
-@cache
 def copy_rows(count: int) -> Function:
     """Return a device function (place, rows, at) that begins to copy a piece of so many rows of
     halves.
 
     place   of the first row's piece; rows   addresses; at   how much further the pieces are
     """
-    further = HALF_ROWS * ROW_BYTES
+    further = ROWS_AT_ONCE * ROW_BYTES
 
     def one(place: int, rows: Any, at: int) -> None:
         copy_16(place, rows[0] + at)
