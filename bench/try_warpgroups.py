@@ -157,29 +157,29 @@ def main() -> None:
                         f"{3 * work / all_of:.0f} TOPS, cuBLAS {best:.0f}",
                         flush=True,
                     )
+                    said = []
                     for part in some:
-                        us = cb.timed(card, [part], rows)["median"]
                         name = part.kernel.name
-                        times = 2 if "gate_up" in name else 1
-                        tops = times * work / us if "expert" in name or "up_" in name else 0
-                        print(
-                            f"      {name} {us:.1f} us {tops:.0f} TOPS {tops / best:.1%}",
-                            flush=True,
-                        )
-                    if n:
+                        if "expert" in name or "up_" in name or "halves" in name:
+                            us = cb.timed(card, [part], rows)["median"]
+                            tops = (2 if "gate_up" in name else 1) * work / us
+                            said.append(f"{name} {us:.1f} us {tops:.0f} TOPS")
+                    print("     ", "; ".join(said), flush=True)
+                    if n == TILES[0]:
                         say("products", found, results[0])
 
         if "check" in PARTS:
             dense(DENSE[0], 200, 512, 300, True)
             dense(DENSE[-1], 130, 768, 77, True)
-        for rows in (4096, 512):
-            if "experts" in PARTS:
+        if "experts" in PARTS:
+            for rows in (4096, 512, 64, 128, 256, 1024):
                 experts(rows)
-            print(f"{time.time() - T0:.1f} s", flush=True)
-            if "dense" in PARTS:
-                for kind in DENSE:
-                    dense(kind, 4096, 2048, rows, False)
-            print(f"{time.time() - T0:.1f} s", flush=True)
+                print(f"{time.time() - T0:.1f} s", flush=True)
+        if "dense" in PARTS:
+            for rows in (4096, 512, 64, 128):
+                for shape in ((4096, 2048), (512, 2048), (2048, 4096)):
+                    dense(DENSE[0], *shape, rows, False)
+                print(f"{time.time() - T0:.1f} s", flush=True)
 
 
 main()
