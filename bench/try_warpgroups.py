@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -22,6 +23,10 @@ TILES = [int(one) for one in (sys.argv[1] if len(sys.argv) > 1 else "64,128,256"
 DENSE = [T[one] for one in (sys.argv[2] if len(sys.argv) > 2 else "Q4_K,Q6_K").split(",")]
 PARTS = (sys.argv[3] if len(sys.argv) > 3 else "check,dense,experts").split(",")
 T0 = time.time()
+from strata_nb.kernels.gpu import warpgroup_tiles  # noqa: E402
+
+warpgroup_tiles.LATE = os.environ.get("TRY_LATE") == "1"
+SIZES = [int(one) for one in (sys.argv[4] if len(sys.argv) > 4 else "4096,512").split(",")]
 
 
 def jobs() -> list[tuple[str, object]]:
@@ -172,11 +177,11 @@ def main() -> None:
             dense(DENSE[0], 200, 512, 300, True)
             dense(DENSE[-1], 130, 768, 77, True)
         if "experts" in PARTS:
-            for rows in (4096, 512, 64, 128, 256, 1024):
+            for rows in SIZES:
                 experts(rows)
                 print(f"{time.time() - T0:.1f} s", flush=True)
         if "dense" in PARTS:
-            for rows in (4096, 512, 64, 128):
+            for rows in SIZES[:3]:
                 for shape in ((4096, 2048), (512, 2048), (2048, 4096)):
                     dense(DENSE[0], *shape, rows, False)
                 print(f"{time.time() - T0:.1f} s", flush=True)

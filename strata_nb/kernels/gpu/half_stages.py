@@ -40,7 +40,7 @@ WEIGHTS_BY, ROWS_BY = 64.0, 0.125
 UNIT = 1 / (WEIGHTS_BY * ROWS_BY)  # what sums are multiplied by
 ROWS_AT_ONCE = 32  # of which each of 256 threads brings a piece of a tile
 
-_TURNED = -0x7F7F7F80  # the highest bits of a word's bytes
+TURNED = -0x7F7F7F80  # the highest bits of a word's bytes
 _EXPONENTS = 0x64646464  # of halves of 1024
 _ONE = 1152
 _first_halves = BytesOf("first_halves", (0, 4, 1, 4))
@@ -60,46 +60,48 @@ def _both(x: Any) -> Any:
     return halves_of_f32(x, x)
 
 
-def _four(word: Any, less: Any, scale: Any, minus: Any) -> Any:
+def _four(word: Any, turn: int, less: Any, scale: Any, minus: Any) -> Any:
     """Return two words of halves of a word of four signed quants."""
-    turned = i32(word ^ _TURNED)
+    turned = i32(word ^ turn)
     first, second = _first_halves(turned, _EXPONENTS), _second_halves(turned, _EXPONENTS)
     first, second = add_halves(first, less), add_halves(second, less)
     return fma_halves(first, scale, minus), fma_halves(second, scale, minus)
 
 
-def _store_eight(place: Any, word: Any, next_word: Any, less: Any, scale: Any, minus: Any) -> None:
-    a, b = _four(word, less, scale, minus)
-    c, d = _four(next_word, less, scale, minus)
+def _store_eight(place: Any, words: Any, turn: int, less: Any, scale: Any, minus: Any) -> None:
+    a, b = _four(words[0], turn, less, scale, minus)
+    c, d = _four(words[1], turn, less, scale, minus)
     shared_store_4xi32(place, a, b, c, d)
 
 
 @cache
 def put_weights(kind: TensorType) -> Function:
-    """Return a device function (place, words, table) that stores 32 values of an output.
+    """Return a device function (place, words, table, turn) that stores 32 values of an output.
 
     place   of the first of their four pieces; the others lie around it, in the same 64 bytes
     words   what `Decoder.read` returned
     table   where the type's is
+    turn    `TURNED`, as a number that the compiler does not know: an instruction that masks and
+            turns bits has room for one constant only
     """
     form = decoder_of(kind)
     unpack, halves, minima = form.unpack, form.halves, form.minima
     less = _twice(-_ONE - form.offset)
 
-    def put(place: int, words: Any, table: int) -> None:
+    def put(place: int, words: Any, table: int, turn: int) -> None:
         a, b, c, d, e, f, g, h, low, high, minimum, high_minimum = unpack(words, table)
         by = f32(WEIGHTS_BY)
         scale, minus = _both(low * by), i32(0)
         if minima:
             minus = _both(-minimum * by)
-        _store_eight(place, a, b, less, scale, minus)
-        _store_eight(place ^ PIECE_BYTES, c, d, less, scale, minus)
+        _store_eight(place, (a, b), turn, less, scale, minus)
+        _store_eight(place ^ PIECE_BYTES, (c, d), turn, less, scale, minus)
         if halves:
             scale = _both(high * by)
             if minima:
                 minus = _both(-high_minimum * by)
-        _store_eight(place ^ 2 * PIECE_BYTES, e, f, less, scale, minus)
-        _store_eight(place ^ 3 * PIECE_BYTES, g, h, less, scale, minus)
+        _store_eight(place ^ 2 * PIECE_BYTES, (e, f), turn, less, scale, minus)
+        _store_eight(place ^ 3 * PIECE_BYTES, (g, h), turn, less, scale, minus)
 
     return put
 
@@ -111,10 +113,10 @@ def halves_of_quants(words: Any) -> Any:
     by = _both(scale * f32(ROWS_BY))
     zero = i32(0)
     return (
-        *_four(a, less, by, zero),
-        *_four(b, less, by, zero),
-        *_four(c, less, by, zero),
-        *_four(d, less, by, zero),
+        *_four(a, TURNED, less, by, zero),
+        *_four(b, TURNED, less, by, zero),
+        *_four(c, TURNED, less, by, zero),
+        *_four(d, TURNED, less, by, zero),
     )
 
 

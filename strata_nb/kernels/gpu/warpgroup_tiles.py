@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType
-from strata_nb.kernels.gpu.half_stages import ROWS_AT_ONCE, copy_rows, put_weights
+from strata_nb.kernels.gpu.half_stages import ROWS_AT_ONCE, TURNED, copy_rows, put_weights
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     await_copies,
@@ -32,6 +32,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     end_copies,
     i32,
     load_i64,
+    once_i32,
     once_i64,
     shared_store_i64,
     thread_index,
@@ -58,6 +59,7 @@ WARPGROUPS = 2
 THREADS = WARPGROUPS * WARPGROUP
 OUTPUTS = WARPGROUPS * M  # of a block
 APART = OUTPUTS + 4  # floats between rows of sums, so that lanes have banks of their own
+LATE = False
 _FEWEST = 64  # rows that are multiplied at once, at least
 _NEXT = K // SUB_BLOCK  # sub-blocks from a tile to the next
 # Shared memory: tiles of weights, and of rows, each of which take turns.
@@ -93,7 +95,7 @@ def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
     """
     read, put = decoder_of(kind).read, put_weights(kind)
     copy, add = copy_rows(rows // ROWS_AT_ONCE), multiply(rows)
-    step = ROW_BYTES * rows
+    step, late = ROW_BYTES * rows, LATE
     turns = _TILES_OF_ROWS * step - 1
 
     def read_tile(of_weights: Any, sub_blocks: int, tile: int, last: int) -> Any:
@@ -108,13 +110,13 @@ def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
     def along(of_weights: Any, x: Any, sub_blocks: int, places: Any) -> None:
         place, x_place, a = places
         x_place = i32(_ROWS_AT + x_place)
-        last = i32((sub_blocks >> 1) - 1)
+        last, turn = i32((sub_blocks >> 1) - 1), once_i32(i32(TURNED))
         copy_tile(x_place, x, i32(0), last)
         copy_tile(i32(x_place + step), x, i32(1), last)
         first = read_tile(of_weights, sub_blocks, i32(0), last)
         weights = read_tile(of_weights, sub_blocks, i32(1), last)
         following = read_tile(of_weights, sub_blocks, i32(2), last)
-        put(place, first, table)
+        put(place, first, table, turn)
         await_older_copies()
         publish()
         barrier()
@@ -122,14 +124,17 @@ def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
         while tile <= last:
             add(at + a, _ROWS_AT + x_at)
             copy_tile(i32(x_place + (x_at + 2 * step & turns)), x, i32(tile + 2), last)
-            furthest = read_tile(of_weights, sub_blocks, i32(tile + 3), last)
             at = i32(at + _WEIGHTS if at < _LAST_WEIGHTS else 0)
-            put(i32(at + place), weights, table)
-            weights, following = following, furthest
+            put(i32(at + place), weights, table, turn)
             await_older_copies()
-            publish()
+            publish()  # which waits for what was loaded before
+            weights = following
+            if not late:
+                following = read_tile(of_weights, sub_blocks, i32(tile + 3), last)
             await_older_products()
             barrier()
+            if late:
+                following = read_tile(of_weights, sub_blocks, i32(tile + 3), last)
             x_at = i32(x_at + step & turns)
             tile += 1
         await_copies()
