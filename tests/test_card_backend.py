@@ -24,8 +24,8 @@ from strata_nb.card_backend import CardBackend, CardProgram
 from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
 from strata_nb.errors import DeviceLost, DriverError, StrataError
-from strata_nb.kernels import mailbox
 from strata_nb.formats import TensorType
+from strata_nb.kernels import mailbox
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES
