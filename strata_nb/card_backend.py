@@ -43,6 +43,7 @@ from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.pooled import PoolPlaces
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES, plain_read_launch
+from strata_nb.kernels.gpu.warpgroup_launches import room_of_halves
 from strata_nb.kernels.pool_state import WORDS
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
@@ -137,6 +138,7 @@ class CardBackend:
     driver     of the card, already open; closed by `close`
     compiler   makes machine code for this card
     recorder   writes down what the driver is asked; it stays the caller's
+    has_warpgroups   whether the card has their products (`kernels/gpu/warpgroup_tiles.py`)
     """
 
     same_bits = False
@@ -154,8 +156,11 @@ class CardBackend:
         compiler: Compile,
         threads: int,
         recorder: Recorder | None = None,
+        *,
+        has_warpgroups: bool = False,
     ) -> None:
         self.name, self.device, self.threads = text, device, threads
+        self._has_warpgroups = has_warpgroups
         self.warnings: list[str] = []
         self._card = driver
         self._compiler = compiler
@@ -183,13 +188,24 @@ class CardBackend:
         return MOST_ROWS if most >= LARGE_CARD_BYTES else USUAL_ROWS
 
     def packed_row_bytes(self, values: int) -> int:
-        return row_bytes(values)
+        return row_bytes(values) + (room_of_halves(values) if self._by_warpgroups else 0)
 
     # Programs.
 
     def launches(self, program: Program, rows: int) -> Sequence[CardLaunch]:
         """Return what this card launches, in order, for a program of so many rows."""
-        return card_launches(program, rows, self._pool, same_bits=self.same_bits)
+        return card_launches(
+            program,
+            rows,
+            self._pool,
+            same_bits=self.same_bits,
+            warpgroups=self._by_warpgroups,
+        )
+
+    @property
+    def _by_warpgroups(self) -> bool:
+        """Whether batches are multiplied by them."""
+        return self._has_warpgroups and not self.same_bits
 
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         box_bytes, state_bytes = mailbox.box_bytes(width), -(-8 * WORDS // 256) * 256
