@@ -7,7 +7,7 @@ From a program to machine code:
       product_launches.py, last_norm.py, router.py, attention_ready.py, pool_answers.py
                           of a single row what one launch can do together
       routed.py           a layer's routing and experts
-      attention_launches.py, attention_slices.py, batches.py
+      attention_launches.py, attention_slices.py, batches.py, warpgroup_launches.py
                           attention; more rows than a window has
     card_launch.py    a kernel with its arguments
     operations.py     what a kernel is, and what kernels share
@@ -26,10 +26,13 @@ Kernels and what they are made of, in the order of a step:
                                                                 attention of windows
     attention_tiles.py, attention_sets.py, attention_products.py, attention_results.py
                                                                 attention of prompt batches
+    attention_batches.py, attention_blocks.py, attention_fragments.py, attention_spans.py,
+    attention_weights.py                                        the same in an order of its own
     router.py, routing.py, filling.py                           the choice of experts, and of slots
-    experts.py, pooled.py                                       the chosen experts of all rows
+    experts.py, pooled.py, early_*.py, normed_rows.py           the chosen experts of all rows
     grouping.py, grouped.py, gathering.py                       experts of prompt batches
     batch_*.py, fragments.py, scaling.py                        products of many rows
+    warpgroup_*.py, half_stages.py                              the same by warpgroups
     sampling.py, weighing.py                                    the next token
     reading.py                                                  how fast memory can be read
 

@@ -18,6 +18,7 @@ the code for AMD. A warp has 32 lanes everywhere.
     arithmetic.py       floats, halves, integers
     bytes_of_words.py   bytes chosen by numbers
     matrices.py         products of matrices
+    warpgroups.py       products of matrices by four warps together, on cards that can
 
 Types of the signatures: i32, i64, f32, and tuples of them. Integers are signed.
 
