@@ -284,8 +284,12 @@ def test_a_plan_that_was_not_sent_is_sent_again(small: Path) -> None:
             patch.setattr(model._backend, "send", lambda address, _: sent.append(address))
             model._steps._filling.silence()
             model._steps._filling.silence()
+            assert len(sent) == 1
+            for failed in (model._steps._filling.lose, model._steps._filling.find_after_failure):
+                failed()  # perhaps before what was to be sent was sent
+                model._steps._filling.silence()
         assert model._filling_places is not None
-        assert sent == [model._filling_places.plan]
+        assert sent == 3 * [model._filling_places.plan]
         model._steps._filling._silent_share = None
 
 
