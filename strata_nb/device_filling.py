@@ -60,10 +60,15 @@ class DeviceFilling:
         arena: ExpertArena,
         residency: Residency,
         places: FillingPlaces | None,
+        *,
+        fills: bool = True,
     ) -> None:
-        """`places` None: the device decides nothing, and all this does nothing."""
+        """`places` None: the device decides nothing, and all this does nothing.
+
+        fills   whether missed experts may come to slots; else plans say only who goes to the CPU
+        """
         self._backend, self._arena, self._residency = backend, arena, residency
-        self._places = places
+        self._places, self._fills = places, fills
         shape = arena.layout.layers, arena.layout.experts
         self._plans, self._silence = new_plans(*shape), new_plans(*shape)
         self._window = 0
@@ -100,7 +105,7 @@ class DeviceFilling:
         arena = self._arena
         self._send_changes(self._places.addresses)
         self._window += 1
-        if not arena.usable_slots or arena.is_complete:
+        if not self._fills or not arena.usable_slots or arena.is_complete:
             self._offered.append(set())
             return self._silent_plan(self.cpu_share)
         passed = set().union(*self._offered)

@@ -76,10 +76,22 @@ class DevicePool:
     share   of the missed of a row, in parts of SHARE_UNITS, that the next window leaves to the CPU
     """
 
-    def __init__(self, pool: CpuPool, share: float, say: Callable[[str], None], *, follows: bool):
-        """`share` is 0 to 1; `follows`: it changes with what is measured."""
+    def __init__(
+        self,
+        pool: CpuPool,
+        share: float,
+        say: Callable[[str], None],
+        *,
+        follows: bool,
+        is_alone: bool = False,
+    ) -> None:
+        """`share` is 0 to 1.
+
+        follows    it changes with what is measured
+        is_alone   the card reads no memory of the host: where the pool stops, so does the model
+        """
         self.share = _in_units(share)
-        self._pool, self._say, self._follows = pool, say, follows
+        self._pool, self._say, self._follows, self._is_alone = pool, say, follows, is_alone
         self._exact = self._first = share
         self._is_on = True
         self._windows = 0  # since the share was looked at
@@ -89,9 +101,18 @@ class DevicePool:
         self._seen_busy_s = 0.0
 
     def awake(self) -> None:
-        """Have the threads look for posts: a window begins."""
+        """Have the threads look for posts: a window begins.
+
+        StrataError where they have stopped, and nobody else serves misses.
+        """
         if self._is_on:
             self._pool.awake()
+        elif self._is_alone:
+            raise StrataError(
+                "the CPU stopped computing the experts without a slot, which the card cannot read "
+                "(--no-pin)",
+                hint="open the model again",
+            )
 
     def rest(self) -> None:
         """Let the threads sleep soon: nothing is in flight."""
@@ -143,6 +164,12 @@ class DevicePool:
             why = "no answer, and told it to wait no longer"
         found = self._pool.failure
         why = f"{why}: {found}" if found else why
+        if self._is_alone:
+            raise StrataError(
+                f"the card waited for experts that only the CPU can compute (--no-pin), and there "
+                f"was {why}",
+                hint="open the model again",
+            )
         self._say(f"the card computes all experts from now on: the CPU gave {why}")
         raise NoAnswer(
             f"the card waited for experts that the CPU computes, and there was {why}",
@@ -231,13 +258,17 @@ def open_device_pool(
     Measures link and CPU where the share is to be measured. StrataError where threads cannot be
     started.
     """
-    threads, follows = pool_threads(options.threads), options.pcie_frac == "auto"
-    if follows:
+    threads = pool_threads(options.threads)
+    follows = options.pin and options.pcie_frac == "auto"
+    if not options.pin:
+        share = 1.0
+    elif follows:
         # Half of what a row uses: more is rarely posted at once.
         share = _first_share(backend, layers, threads, max(1, top_k // 2), say)
     else:
         share = 1 - float(options.pcie_frac)
-    return DevicePool(CpuPool(places.box, layers, threads), share, say, follows=follows)
+    pool = CpuPool(places.box, layers, threads)
+    return DevicePool(pool, share, say, follows=follows, is_alone=not options.pin)
 
 
 def _first_share(

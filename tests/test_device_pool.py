@@ -17,6 +17,7 @@ from test_launch_ahead_interrupts import check_any_line
 from strata_nb import Engine, Options, Sampling, device_pool, formats
 from strata_nb.addresses import memory_view
 from strata_nb.cache.filling import cpu_count, missed_in_order
+from strata_nb.compiling import Compiled
 from strata_nb.device_pool import (
     LEANS,
     LEAST_POSTS,
@@ -24,6 +25,7 @@ from strata_nb.device_pool import (
     WINDOWS,
     DevicePool,
     NoAnswer,
+    compile_pool,
     pool_layers,
     pool_places,
     why_no_pool,
@@ -34,6 +36,8 @@ from strata_nb.fill_plans import SHARE_UNITS, plan_type
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels import mailbox
 from strata_nb.kernels.gpu.pooled import PoolPlaces
+from strata_nb.kernels.host import pool as host_pool
+from strata_nb.kernels.host.matrices import matrix_functions
 from strata_nb.kernels.pool_state import (
     ABORTED,
     ALONE_NS,
@@ -361,6 +365,16 @@ def test_experts_of_floats_are_left_to_the_card() -> None:
         assert why_no_pool(options, [{"gate": one} for one in parts]) == reason
 
 
+def test_what_threads_call_is_compiled_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Compiled] = []
+    said: list[str] = []
+    monkeypatch.setattr(Compiled, "is_at_hand", lambda _: False)
+    monkeypatch.setattr(Compiled, "made", lambda one: made.append(one))
+    compile_pool([{EXPERT_PARTS[0]: ExpertPart(0, T.Q4_K, (64, 64))}], said.append)
+    assert {*host_pool.FUNCTIONS, matrix_functions(T.Q4_K).few} == set(made)
+    assert said == [f"compiling {len(made)} functions of the CPU pool for this processor, once"]
+
+
 def test_a_pool_knows_of_each_layer_where_its_experts_are_and_how_they_are_packed() -> None:
     kinds, homes = ((T.Q4_K, T.Q5_K, T.Q6_K), (T.Q8_0, T.Q8_0, T.Q4_K)), np.zeros((2, 3), np.int64)
     parts = [
@@ -417,6 +431,22 @@ def test_the_share_follows_what_card_and_pool_needed() -> None:
     for _ in range(2 * WINDOWS):
         fixed.landed(state)
     assert fixed.share == SHARE_UNITS // 4
+
+
+@pytest.mark.parametrize("lacking", [ALONE_NS, BESIDE, None])
+def test_the_share_stays_where_one_of_the_two_did_nothing(lacking: int | None) -> None:
+    made = FakePool()
+    pool = DevicePool(made, 0.25, lambda _: None, follows=True)  # type: ignore[arg-type]
+    state = np.zeros(WORDS, np.int64)
+    state[[POSTS // 8, CHOICES // 8, BESIDE // 8]] = LEAST_POSTS
+    state[ALONE_NS // 8] = 10**6
+    if lacking is None:
+        made.busy_s = 0.0
+    else:
+        made.busy_s, state[lacking // 8] = 1e-3, 0
+    for _ in range(WINDOWS):
+        pool.landed(state)
+    assert pool.share == SHARE_UNITS // 4
 
 
 def test_a_mailbox_that_lets_nobody_wait_is_told_apart_from_a_late_answer() -> None:

@@ -184,6 +184,8 @@ def test_a_layer_may_offer_and_list_more_than_a_plan_has_room_for() -> None:
     assert plans["offered"] == MOST_OFFERED
     assert plans["listed"] == MOST_LISTED
     assert np.sort(plans["order"][0])[:MOST_LISTED].tolist() == list(range(MOST_LISTED))
+    write_plans(plans, 2, free, np.ones((1, experts), bool), heat, np.where(heat > 3, np.inf, heat))
+    assert plans["listed"] == 4  # nobody else leaves: a plan that lists none is passed over
 
 
 # -- bringing --------------------------------------------------------------------------------------

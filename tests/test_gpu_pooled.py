@@ -161,6 +161,9 @@ def test_a_row_is_what_card_and_cpu_make_of_it_together(
     assert row.words(mailbox.POSTED)[0] == row.state[pool_state.POSTS // 8] == 1
     assert row.state[pool_state.CHOICES // 8] == len(by_cpu)
     assert row.state[pool_state.ERROR // 8] == 0
+    box = int(row.box.ctypes.data)
+    assert box + mailbox.POSTED in row.memory.released
+    assert box + mailbox.ANSWERED in row.memory.acquired
     untouched = np.all(row.arrays["inner"] == UNTOUCHED, axis=1)
     assert np.array_equal(untouched, np.isin(CHOSEN, by_cpu))
     if normed:
@@ -189,6 +192,7 @@ def test_a_card_does_not_wait_for_ever(is_aborted: bool) -> None:
     waited = row.state[pool_state.WAITED_NS // 8]
     assert row.state[pool_state.ERROR // 8] == (2 if is_aborted else 1)
     assert row.words(mailbox.ABORT)[0] == 1
+    assert int(row.box.ctypes.data) + mailbox.ABORT in row.memory.acquired & row.memory.released
     assert waited < 10**9 if is_aborted else 2 * 10**9 < waited < 3 * 10**9
     row.run(launches)  # the next layer neither posts nor waits
     assert row.state[pool_state.WAITED_NS // 8] == waited

@@ -18,6 +18,7 @@ from strata_nb.kernels.choices import CHOICE
 from strata_nb.kernels.groups import groups_at
 from strata_nb.kernels.program import Launch, launch
 from strata_nb.kernels.runs import work_bytes
+from strata_nb.kernels.table import ROWS_WORDS
 from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPart, Places, Programs, StepRecord
 from strata_nb.models.tensors import EXPERT_PARTS
@@ -42,7 +43,7 @@ class Activation(NamedTuple):
 class Emitter:
     """Collect the launches of a model.
 
-    packed_row_bytes   bytes of a quantised row of so many values, on this backend
+    packed_row_bytes   bytes of a buffer for a quantised row of so many values, on this backend
     chooses_tokens     whether this backend draws tokens
     attends_in_runs    whether its attention needs work space for runs of cells
     gathers_rows       whether rows are brought into the order of experts, or read where they are
@@ -75,8 +76,8 @@ class Emitter:
         self._chosen: list[int] = []
         take = buffers.take
         self._record = StepRecord(
-            take(2 * _WORD),
-            take(2 * _WORD),
+            take(_WORD * (ROWS_WORDS + model.experts)),
+            take(_WORD * ROWS_WORDS),
             take(_WORD * max_rows),
             take(_WORD * max_rows),
             take(_WORD * max_rows),
