@@ -137,6 +137,7 @@ class CardBackend:
     driver     of the card, already open; closed by `close`
     compiler   makes machine code for this card
     recorder   writes down what the driver is asked; it stays the caller's
+    has_warpgroups   whether the card has their products (`kernels/gpu/warpgroup_tiles.py`)
     """
 
     same_bits = False
@@ -154,8 +155,11 @@ class CardBackend:
         compiler: Compile,
         threads: int,
         recorder: Recorder | None = None,
+        *,
+        has_warpgroups: bool = False,
     ) -> None:
         self.name, self.device, self.threads = text, device, threads
+        self._has_warpgroups = has_warpgroups
         self.warnings: list[str] = []
         self._card = driver
         self._compiler = compiler
@@ -189,7 +193,13 @@ class CardBackend:
 
     def launches(self, program: Program, rows: int) -> Sequence[CardLaunch]:
         """Return what this card launches, in order, for a program of so many rows."""
-        return card_launches(program, rows, self._pool, same_bits=self.same_bits)
+        return card_launches(
+            program,
+            rows,
+            self._pool,
+            same_bits=self.same_bits,
+            warpgroups=self._has_warpgroups and not self.same_bits,
+        )
 
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         box_bytes, state_bytes = mailbox.box_bytes(width), -(-8 * WORDS // 256) * 256

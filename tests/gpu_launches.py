@@ -18,13 +18,14 @@ from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.compile import ptx_code
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.routed import CARD_KERNELS
+from strata_nb.kernels.gpu.warpgroup_launches import WARPGROUP_KERNELS
 from strata_nb.kernels.program import Launch, Program, launch
 from strata_nb.kernels.table import KERNELS
 
 # (kernel of the table or of cards alone, variant, values by name: arrays by address; which of them
 # are written, further arrays that addresses in tables point to: written, read)
 Run = Callable[..., None]
-OF_CARDS = CARD_KERNELS | BATCH_KERNELS  # that the table does not have
+OF_CARDS = CARD_KERNELS | BATCH_KERNELS | WARPGROUP_KERNELS  # that the table does not have
 
 
 def aligned(array: NDArray[Any], boundary: int = 256) -> NDArray[Any]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Any
 
+import gpu_warpgroups
 import numpy as np
 from greenlet import getcurrent, greenlet
 
@@ -123,6 +124,8 @@ class _Lane(greenlet):
     has_waited: bool  # for the launch in front
     copies: list[list[Callable[[], None]]]  # groups on their way to shared memory
     sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
+    products: Any  # of its warpgroup
+    unpublished: set[int]  # lanes of the block that wrote shared memory since they published it
 
 
 def run(
@@ -149,12 +152,13 @@ def run(
             for y in range(grid[1]):
                 for x in range(grid[0]):
                     shared = bytearray(b"\xff" * shared_bytes)
-                    sees_all = [False]
+                    sees_all, unpublished = [False], set[int]()
                     lanes = [_Lane(bound) for _ in range(threads)]
                     for thread, lane in enumerate(lanes):
                         lane.gr_context = copy_context()  # in which the errstate holds
                         lane.thread, lane.block, lane.grid = thread, (x, y, z), grid
                         lane.shared, lane.copies = shared, [[]]
+                        lane.unpublished = unpublished
                         lane.has_waited, lane.sees_all = waits_at_its_entry, sees_all
                     _run_block(lanes, words, backwards=(x + y + z) % 2 == 1)
 
@@ -269,6 +273,12 @@ def _turned(words: Sequence[tuple[bytearray, int]]) -> list[tuple[int, ...]]:
     return [tuple(blocks[:, lane >> 2, lane & 3].tolist()) for lane in range(WARP)]
 
 
+def _all_the_same(words: Sequence[tuple[int, int]]) -> list[None]:
+    if len(set(words)) != 1:
+        raise KernelFault(f"a warp multiplies {len(set(words))} pairs of matrices at once")
+    return [None] * len(words)
+
+
 # What lanes do together: of the words of each, what each gets.
 _PRODUCTS: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
     "shared_load_matrices": _matrices,
@@ -277,6 +287,7 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
     "mma_of_halves": _product,
     "mma_16x8x16": _product_of_bytes,
     "mma_16x8x32": _product_of_bytes,
+    gpu_warpgroups.MULTIPLY: _all_the_same,
 }
 
 
@@ -415,6 +426,8 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 def _does(name: str, memory: Memory) -> Callable[..., Any]:
     if name in _PLAIN:
         return _PLAIN[name]
+    if of_warpgroups := gpu_warpgroups.meaning(name, KernelFault):
+        return of_warpgroups
 
     places: dict[str, Callable[[], int]] = {
         "thread_index": lambda: getcurrent().thread,
@@ -576,6 +589,8 @@ def _access(name: str, memory: Memory) -> Callable[..., Any]:
         target, offset = bytes_at(place)
         if not shared:
             memory.note_write(place, size, getcurrent().block)
+        else:
+            getcurrent().unpublished.add(getcurrent().thread)
         bits = 8 * layout.size // number
         raw = values if element == "f32" else [_signed(value, bits) for value in values]
         layout.pack_into(target, offset, *raw)
