@@ -10,6 +10,8 @@ def variants():
     from strata_nb.kernels.gpu import attention_batches as v3
 
     found = {}
+    from strata_nb.kernels.gpu.attention_warpgroups import warpgroup_attention_kernel
+    found["wg"] = warpgroup_attention_kernel(128, 128)
     for name, module in (("v3", v3), ("v1", v1), ("v2", v2)):
         for warps in (4, 8):
             if (name, warps) in (("v2", 8), ("v1", 8)):
@@ -45,14 +47,18 @@ if __name__ == "__main__":
 
     with closing(backend.open_backend("cuda:0", cpu.physical_cores())) as card:
         for rows, depth in ((4096, 0), (4096, 32768), (512, 0), (512, 32768), (256, 32768)):
-            for name in ("today", *found):
+            for name in ("today", *[n for n in found if n != "wg"], "wg"):
                 if time.time() - t0 > 44:
                     print("late")
                     break
                 if name != "today":
                     attention_launches.batch_attention_kernel = lambda k, v: found[name]
                     attention_launches.SOME_BLOCKS = 1
-                one = ca.attention(card, rows, depth, [32, 4, 128], same_bits=name == "today")
+                try:
+                    one = ca.attention(card, rows, depth, [32, 4, 128], same_bits=name == "today")
+                except SystemExit as error:
+                    print(name, error, flush=True)
+                    continue
                 print(
                     f"{name:6} {rows:5} {depth:6} {one['us']['median']:9.1f} us {one['tflops']:6.1f} TFLOPS {one['kernels']} diff {one['difference']:.1e}  {time.time() - t0:.0f}s",
                     flush=True,

@@ -43,6 +43,7 @@ from strata_nb.kernels.gpu.intrinsics.arithmetic import (
     larger_f32,
     nearest_i32,
     power_of_two,
+    quotient_i32,
     shifted_down,
     square_root,
     truncated_i64,

@@ -170,6 +170,13 @@ shifted_down = Intrinsic(
     "i32(i32, i32)",
     body=lambda builder, arguments: builder.lshr(*arguments),
 )
+# The quotient of two integers that are not negative, rounded down: Python's // takes 64 bits, which
+# is a function that is called.
+quotient_i32 = Intrinsic(
+    "quotient_i32",
+    "i32(i32, i32)",
+    body=lambda builder, arguments: builder.udiv(*arguments),
+)
 # The float nearest to an integer.
 f32_of_i32 = Intrinsic(
     "f32_of_i32",
