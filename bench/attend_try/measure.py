@@ -46,20 +46,23 @@ if __name__ == "__main__":
     from strata_nb.kernels.gpu import attention_launches
 
     with closing(backend.open_backend("cuda:0", cpu.physical_cores())) as card:
-        for rows, depth in ((4096, 0), (4096, 32768), (512, 0), (512, 32768), (256, 32768)):
-            for name in ("today", *[n for n in found if n != "wg"], "wg"):
-                if time.time() - t0 > 44:
-                    print("late")
-                    break
-                if name != "today":
-                    attention_launches.batch_attention_kernel = lambda k, v: found[name]
-                    attention_launches.SOME_BLOCKS = 1
-                try:
-                    one = ca.attention(card, rows, depth, [32, 4, 128], same_bits=name == "today")
-                except SystemExit as error:
-                    print(name, error, flush=True)
-                    continue
-                print(
-                    f"{name:6} {rows:5} {depth:6} {one['us']['median']:9.1f} us {one['tflops']:6.1f} TFLOPS {one['kernels']} diff {one['difference']:.1e}  {time.time() - t0:.0f}s",
-                    flush=True,
-                )
+        plan = [(n, 4096, d) for d in (32768, 0) for n in ("today", "v3_4", "v1_4", "v2_4", "v3_8")]
+        plan += [("v3_4", 512, 0), ("v3_4", 512, 32768), ("today", 512, 32768)]
+        plan += [("wg", 4096, 0), ("wg", 4096, 32768), ("wg", 512, 0), ("wg", 512, 32768)]
+        plan += [("v3_4", 256, 32768), ("wg", 256, 32768), ("today", 256, 32768)]
+        for name, rows, depth in plan:
+            if time.time() - t0 > 46:
+                print("late")
+                break
+            if name != "today":
+                attention_launches.batch_attention_kernel = lambda k, v: found[name]
+                attention_launches.SOME_BLOCKS = 1
+            try:
+                one = ca.attention(card, rows, depth, [32, 4, 128], same_bits=name == "today")
+            except SystemExit as error:
+                print(name, error, flush=True)
+                continue
+            print(
+                f"{name:6} {rows:5} {depth:6} {one['us']['median']:9.1f} us {one['tflops']:6.1f} TFLOPS {one['kernels']} diff {one['difference']:.1e}  {time.time() - t0:.0f}s",
+                flush=True,
+            )
