@@ -417,6 +417,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "once_i32": lambda x: x,
     "once_i64": lambda x: x,
     "as_one": lambda address: address,
+    "quotient_i32": lambda a, b: a // b,
     "shifted_down": _shifted_down,
     "f32_of_i32": np.float32,
     "f32": np.float32,

@@ -32,21 +32,24 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import BLOCK_CELLS
-from strata_nb.kernels.gpu.attention_fragments import (
-    CHUNK,
-    key_products,
-    of_pairs,
-    store_row,
-    turned,
+from strata_nb.kernels.gpu.attention_blocks import copier, sifter
+from strata_nb.kernels.gpu.attention_fragments import key_products, mixer, turned
+from strata_nb.kernels.gpu.attention_spans import (
+    head_of_pair,
+    position_of,
+    rows_of_pairs,
+    span_of,
 )
-from strata_nb.kernels.gpu.attention_sets import is_no_number
-from strata_nb.kernels.gpu.attention_spans import span_of
 from strata_nb.kernels.gpu.attention_weights import (
-    added,
-    offsets_of,
+    CHUNK,
+    MOST,
+    beginner,
+    inverse_of_total,
+    largest_of,
+    of_pairs,
     seen_ones,
+    storer,
     tamer,
-    weigher,
 )
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
@@ -55,20 +58,19 @@ from strata_nb.kernels.gpu.intrinsics import (
     barrier,
     block_x,
     block_y,
-    copy_16,
     f32,
     halves_of_f32,
     i32,
     i64,
+    larger_f32,
     load_4xf32,
     load_i64,
-    shared_load_4xi32,
+    of_any_lane,
+    quotient_i32,
     shared_store_4xi32,
-    shared_store_i32,
-    shuffle_xor_f32,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import Arguments, Function, GpuKernel, Grid, blocks_of
+from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, Grid, blocks_of
 from strata_nb.kernels.gpu.planes import plane_bytes
 
 WARPS = 4  # two blocks a multiprocessor: one multiplies while the other weighs
@@ -76,7 +78,6 @@ PAIRS = 32  # of a warp
 _CHUNKS = BLOCK_CELLS // CHUNK
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
 _LOG2_E = 1 / math.log(2)
-_NANS = 0x7FFF7FFF
 _REGISTERS = 255
 
 
@@ -84,61 +85,6 @@ def batch_blocks(rows: int, given: Arguments, warps: int = WARPS) -> int:
     """Return how many blocks of threads so many rows have."""
     kv_heads = given["kv_heads"]
     return blocks_of(rows * (given["heads"] // kv_heads), PAIRS * warps) * kv_heads
-
-
-# -- rows of shared memory -------------------------------------------------------------------------
-# A thread has the same piece of 16 bytes of every so-manieth row.
-
-
-@cache
-def _copier(length: int, threads: int) -> Function:
-    """Return a function (place, plane, thread) that sends a thread's part of a K/V block on its way.
-
-    All 64 cells come, written or not.
-    """
-    pieces, pitch = length // 8, 2 * length
-    between = threads // pieces
-
-    def copy(place: int, plane: int, thread: int) -> None:
-        row, piece = thread // pieces, thread & (pieces - 1)
-        to, address, number = place + pitch * row + turned(row, piece), plane + 16 * thread, 0
-        while number < BLOCK_CELLS // between:
-            further = pitch * between * number
-            copy_16(to + further, address + further)
-            number += 1
-
-    return copy
-
-
-@cache
-def _sifter(key_length: int, value_length: int, threads: int) -> Function:
-    """Return a function (keys, values, seen, thread) for a K/V block in shared memory: where the
-    values of a cell behind the first `seen` have what is no number, they become 0 and its key NaN.
-    """
-    pieces, pitch = value_length // 8, 2 * value_length
-    between = threads // pieces
-
-    def sift(keys: int, values: int, seen: int, thread: int) -> None:
-        row, piece = thread // pieces, thread & (pieces - 1)
-        while row < BLOCK_CELLS:
-            if row >= seen:
-                at = values + pitch * row + turned(row, piece)
-                a, b, c, d = shared_load_4xi32(at)
-                if is_no_number(a) or is_no_number(b) or is_no_number(c) or is_no_number(d):
-                    nothing = i32(0)
-                    shared_store_4xi32(at, nothing, nothing, nothing, nothing)
-                    shared_store_i32(keys + 2 * key_length * row, i32(_NANS))
-            row += between
-
-    return sift
-
-
-def _sum_of_quad(x: Any) -> Any:
-    x += shuffle_xor_f32(x, 1)
-    return x + shuffle_xor_f32(x, 2)
-
-
-# -- the kernel ------------------------------------------------------------------------------------
 
 
 @cache
@@ -149,50 +95,44 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
     for each cell that one of its rows sees. The work space stays as it is.
     """
     pairs, threads = PAIRS * warps, WARP * warps
+    pairs_shift = pairs.bit_length() - 1
     key_pitch, value_pitch = 2 * key_length, 2 * value_length
     keys_at = pairs * key_pitch
     values_at = keys_at + BLOCK_CELLS * key_pitch
     shared_bytes = values_at + BLOCK_CELLS * value_pitch
     key_plane, value_plane = plane_bytes("f16", key_length), plane_bytes("f16", value_length)
-    copy_keys, copy_values = _copier(key_length, threads), _copier(value_length, threads)
-    sift = _sifter(key_length, value_length, threads)
-    key_steps, columns = key_length // CHUNK, value_length // CHUNK
+    key_place, value_place = turned(key_length), turned(value_length)
+    copy_keys = copier(key_length, threads, key_place)
+    copy_values = copier(value_length, threads, value_place)
+    sift = sifter(value_length, threads, value_place)
+    columns = value_length // CHUNK
     begun, no_sums = of_pairs(_CHUNKS), of_pairs(columns)
-    multiply = key_products(key_steps, key_pitch, _CHUNKS)
-    only_seen, chosen, shift = seen_ones(_CHUNKS), offsets_of(_CHUNKS), added(_CHUNKS)
-    tame, weigh = tamer(_CHUNKS, columns), weigher(columns, value_pitch, _CHUNKS)
-    store, store_second = store_row(0, columns), store_row(1, columns)
-    store_third, store_fourth = store_row(2, columns), store_row(3, columns)
+    multiply = key_products(key_length // CHUNK, key_pitch, _CHUNKS)
+    only_seen, largest, begin_with = seen_ones(_CHUNKS), largest_of(_CHUNKS), beginner(_CHUNKS)
+    tame, mix = tamer(_CHUNKS, columns), mixer(columns, value_pitch, _CHUNKS)
+    store, store_second = storer(columns, 0), storer(columns, 2)
     pieces = key_length // 8
     between = threads // pieces
 
     def store_queries(
-        q: int, first: int, group: int, count: int, heads: int, kv_head: int, by: Any, thread: int
+        q: int, first: int, group: Any, count: int, heads: int, kv_head: int, by: Any, thread: int
     ) -> None:
-        """Leave the pairs from the first on in shared memory, as halves, times a number; those
-        behind the last row have its heads."""
+        """Leave the pairs from the first on in shared memory, as halves, times a number."""
         pair, piece = thread // pieces, thread & (pieces - 1)
         while pair < pairs:
-            row = (first + pair) // group
-            head = group * kv_head + first + pair - group * row
-            place = q + 4 * key_length * (heads * min(row, count - 1) + head) + 32 * piece
+            own = i32(first + pair)
+            head = head_of_pair(own, quotient_i32(own, group), group, kv_head, heads, count)
+            place = q + 4 * key_length * head + 32 * piece
             a, b, c, d = load_4xf32(place)
             e, f, g, h = load_4xf32(place + 16)
             shared_store_4xi32(
-                key_pitch * pair + turned(pair, piece),
+                key_place(pair, piece),
                 halves_of_f32(a * by, b * by),
                 halves_of_f32(c * by, d * by),
                 halves_of_f32(e * by, f * by),
                 halves_of_f32(g * by, h * by),
             )
             pair += between
-
-    def position_of(positions: int, row: int, begin: int, end: int) -> Any:
-        """Return a row's position, -1 where the row is not among these."""
-        position = i32(-1)
-        if begin <= row and row < end:
-            position = i32(load_i64(positions + 8 * row))
-        return position
 
     def attention(
         rows: int,
@@ -214,42 +154,46 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
         kv_head, thread = i64(block_y()), thread_index()
         await_previous()
         # The last rows see most cells: their blocks begin first.
-        count, group = load_i64(rows), heads // kv_heads
-        tile = (count * group + pairs - 1) // pairs - 1 - block_x()
+        count, group = load_i64(rows), quotient_i32(i32(heads), i32(kv_heads))
+        tile = ((count * group + pairs - 1) >> pairs_shift) - 1 - block_x()
         if tile < 0:
             return
-        first_pair = pairs * tile
-        begin = first_pair // group
-        stop = min((first_pair + pairs + group - 1) // group, count)
+        first_pair = i32(pairs * tile)
+        begin, stop = rows_of_pairs(first_pair, pairs, group, count)
         store_queries(q, first_pair, group, count, heads, kv_head, scale * f32(_LOG2_E), thread)
-        lane = thread & 31
+        lane, own = thread & 31, PAIRS * (thread >> 5)
         g, t = lane >> 2, lane & 3
-        pair = first_pair + PAIRS * (thread >> 5) + g
-        own = pair // group, (pair + 8) // group, (pair + 16) // group, (pair + 24) // group
+        pair = i32(first_pair + own + g)
+        row = (
+            quotient_i32(pair, group),
+            quotient_i32(i32(pair + 8), group),
+            quotient_i32(i32(pair + 16), group),
+            quotient_i32(i32(pair + 24), group),
+        )
         k_plane, v_plane = k_offset + key_plane * kv_head, v_offset + value_plane * kv_head
 
         # Which rows of the first 16 pairs, and of a chunk, a lane loads for its warp.
         r, low, high = lane & 7, (lane >> 3) & 1, lane >> 4
-        queries = key_pitch * (PAIRS * (thread >> 5) + 8 * low + r) + turned(r, high)
-        keys = keys_at + key_pitch * (8 * high + r) + turned(r, low)
-        values = values_at + value_pitch * (8 * low + r) + turned(r, high)
-        queries, keys, values = i32(queries), i32(keys), i32(values)
+        queries = i32(key_place(own + 8 * low + r, high))
+        keys = i32(keys_at + key_place(8 * high + r, low))
+        values = i32(values_at + value_place(8 * low + r, high))
 
         while begin < stop:
             end, last, lowest = span_of(sequences, positions, begin, stop, lane)
             line = blocks + 8 * table_width * load_i64(sequences + 8 * begin)
-            seen_to = (
-                position_of(positions, own[0], begin, end),
-                position_of(positions, own[1], begin, end),
-                position_of(positions, own[2], begin, end),
-                position_of(positions, own[3], begin, end),
+            position = (
+                position_of(positions, row[0], begin, end),
+                position_of(positions, row[1], begin, end),
+                position_of(positions, row[2], begin, end),
+                position_of(positions, row[3], begin, end),
             )
             block = load_i64(line)
             barrier()  # of the sequence before, all have multiplied all
             copy_keys(i32(keys_at), block + k_plane, thread)
             zero = f32(0.0)
-            none = zero, zero, zero, zero
-            offsets, totals, sums, first = none, none, no_sums(none), i32(0)
+            none = zero, zero
+            some, others, totals = none, none, (none, none)  # offsets
+            lower, upper, first = no_sums(zero, zero), no_sums(zero, zero), i32(0)
             while first <= last:
                 following = load_i64(line + 8 * (min(first + BLOCK_CELLS, last) >> _BLOCK_SHIFT))
                 await_copies()
@@ -261,46 +205,43 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
                     barrier()
                     sift(i32(keys_at), i32(values_at), i32(lowest - first + 1), thread)
                     barrier()
-                found = multiply(queries, keys, begun(offsets))
+                x, y = multiply(queries, keys, begun(some[0], some[1]), begun(others[0], others[1]))
                 await_copies()
                 barrier()
                 if first + BLOCK_CELLS <= last:
                     copy_keys(i32(keys_at), following + k_plane, thread)
                 if not are_seen:
-                    seen = i32(first + 2 * t)
-                    found = only_seen(
-                        found,
-                        (
-                            i32(seen_to[0] - seen),
-                            i32(seen_to[1] - seen),
-                            i32(seen_to[2] - seen),
-                            i32(seen_to[3] - seen),
-                        ),
-                    )
-                if first == 0:  # which each row sees a cell of
-                    offsets = chosen(found)
-                    found = shift(found, offsets)
-                found, offsets, totals, sums = tame(found, offsets, totals, sums)
-                totals, sums = weigh(found, values, totals, sums)
+                    cell = first + 2 * t
+                    x = only_seen(x, i32(position[0] - cell), i32(position[1] - cell))
+                    y = only_seen(y, i32(position[2] - cell), i32(position[3] - cell))
+                if first == 0:  # of which each row sees a cell
+                    x, some = begin_with(x)
+                    y, others = begin_with(y)
+                best, other_best = largest(x), largest(y)
+                most = larger_f32(best[0], best[1])
+                most = larger_f32(most, larger_f32(other_best[0], other_best[1]))
+                if of_any_lane(i32(1) if most > f32(MOST) else i32(0)) != 0:
+                    total, other_total = totals
+                    x, some, total, lower = tame(x, best, some, total, lower)
+                    y, others, other_total, upper = tame(y, other_best, others, other_total, upper)
+                    totals = total, other_total
+                totals, lower, upper = mix(x, y, values, totals, lower, upper)
                 block, first = following, i32(first + BLOCK_CELLS)
 
-            one = f32(1.0)
-            a, b = one / _sum_of_quad(totals[0]), one / _sum_of_quad(totals[1])
-            c, d = one / _sum_of_quad(totals[2]), one / _sum_of_quad(totals[3])
-            # Eight pairs further on, of the same row, results lie so much further.
-            place, eight = (
-                out + 4 * value_length * (group * kv_head + pair) + 8 * t,
-                32 * value_length,
-            )
-            of_row = 4 * value_length * (heads - group)
-            if seen_to[0] >= 0:
-                store(place + of_row * own[0], sums, a)
-            if seen_to[1] >= 0:
-                store_second(place + eight + of_row * own[1], sums, b)
-            if seen_to[2] >= 0:
-                store_third(place + 2 * eight + of_row * own[2], sums, c)
-            if seen_to[3] >= 0:
-                store_fourth(place + 3 * eight + of_row * own[3], sums, d)
+            total, other_total = totals
+            a, b = inverse_of_total(total[0]), inverse_of_total(total[1])
+            c, d = inverse_of_total(other_total[0]), inverse_of_total(other_total[1])
+            # From a pair to the one eight further on of the same row, and from row to row.
+            eight, of_row = 32 * value_length, 4 * value_length * (heads - group)
+            place = out + 4 * value_length * (group * kv_head + pair) + 8 * t
+            if position[0] >= 0:
+                store(place + of_row * row[0], lower, a)
+            if position[1] >= 0:
+                store_second(place + eight + of_row * row[1], lower, b)
+            if position[2] >= 0:
+                store(place + 2 * eight + of_row * row[2], upper, c)
+            if position[3] >= 0:
+                store_second(place + 3 * eight + of_row * row[3], upper, d)
             begin = end
 
     def grid(given: Arguments, rows: int) -> Grid:

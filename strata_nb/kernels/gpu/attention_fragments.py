@@ -1,20 +1,11 @@
-"""What a warp multiplies in attention by rounded halves: 32 queries with blocks of the K/V.
+"""What a warp multiplies in attention of a prompt batch over halves: 32 pairs with a K/V block.
 
-Queries are *pairs* of a row and a head. A product has 16 of them in its rows, so a warp has two of
-each product, and what it loads of keys and values serves both. A lane 4 * g + t has four pairs: g,
-g + 8, g + 16 and g + 24. A *chunk* is 16 cells, or 16 values; of it a lane has 16 sums:
+A product has 16 pairs in its rows, so a warp has two of each: what it loads of keys and values
+serves both. Numbers of a lane are as `attention_weights.py` has them, once for the *lower* 16 pairs
+and once for the *upper*.
 
-    0, 1     pair g,      columns 2 * t, 2 * t + 1        8, 9     pair g + 16
-    2, 3     pair g + 8                                   10, 11   pair g + 24
-    4 .. 7   the same, 8 columns further                  12 .. 15
-
-Scores of a chunk of cells, as halves, are in just the order in which products with values want
-their weights.
-
-Tuples become registers; sums are a tuple of chunks. Functions are made for a number of chunks, and
-work on the first and leave the others to the function for one less. Rows of queries, keys and
-values lie in shared memory with their pieces of 16 bytes turned (`turned`): a step of 16 values is
-one xor.
+Rows of queries, keys and values lie in shared memory with their pieces of 16 bytes turned
+(`turned`): a step of 16 values is one xor.
 """
 
 from __future__ import annotations
@@ -22,108 +13,80 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from strata_nb.kernels.gpu.attention_weights import CHUNK, weighed
 from strata_nb.kernels.gpu.intrinsics import (
     i32,
     mma_of_halves,
     shared_load_matrices,
     shared_load_turned,
-    store_f32,
 )
 from strata_nb.kernels.gpu.operations import Function
 
-CHUNK = 16
 _STEP = 32  # bytes of a chunk of values
-_FEW = 4
 
 
-def turned(row: Any, piece: Any) -> Any:
-    """Return where in a row of shared memory a piece of 16 bytes lies.
+@cache
+def turned(length: int) -> Function:
+    """Return a function (row, piece): where a piece of 16 bytes of a row of so many halves lies.
 
     Eight rows' same piece is in all banks.
     """
-    return 16 * (piece ^ (row & 7))
-
-
-def _add(a: Any, x: Any, y: Any, c: Any) -> Any:
-    return mma_of_halves(a[0], a[1], a[2], a[3], x, y, c[0], c[1], c[2], c[3])
+    return lambda row, piece: 2 * length * row + 16 * (piece ^ (row & 7))
 
 
 def _products(a: Any, x: Any, c: Any) -> Any:
-    """Return a chunk's 16 sums and the products of 16 columns of both halves of the pairs."""
-    first = _add(a[:4], x[0], x[1], c[:4]) + _add(a[:4], x[2], x[3], c[4:8])
-    return first + _add(a[4:], x[0], x[1], c[8:12]) + _add(a[4:], x[2], x[3], c[12:])
-
-
-def _of_pairs(numbers: Any) -> Any:
-    a, b, c, d = numbers
-    chunk = a, a, b, b, a, a, b, b, c, c, d, d, c, c, d, d
-    return chunk, chunk, chunk, chunk
-
-
-@cache
-def of_pairs(chunks: int) -> Function:
-    """Return a function (numbers) of four numbers, one of each pair: 4 or 8 chunks of them."""
-    if chunks == _FEW:
-        return _of_pairs
-    return lambda numbers: _of_pairs(numbers) + _of_pairs(numbers)
-
-
-@cache
-def of_each(one: Function, chunks: int) -> Function:
-    """Return a function (sums, by): what `one` makes of each chunk and `by`."""
-    if chunks == 1:
-        return lambda sums, by: (one(sums[0], by),)
-    others = of_each(one, chunks - 1)
-    return lambda sums, by: (one(sums[0], by), *others(sums[1:], by))
+    """Return a chunk's sums and the products of 16 pairs with its columns."""
+    first = mma_of_halves(a[0], a[1], a[2], a[3], x[0], x[1], c[0], c[1], c[2], c[3])
+    return first + mma_of_halves(a[0], a[1], a[2], a[3], x[2], x[3], c[4], c[5], c[6], c[7])
 
 
 # -- queries times keys ----------------------------------------------------------------------------
 
 
 @cache
-def _columns_of_keys(chunks: int, pitch: int) -> Function:
-    """Return a function (a, place, sums): sums and the products of 16 values of so many chunks."""
-    if chunks == 1:
-        return lambda a, place, sums: (_products(a, shared_load_matrices(place), sums[0]),)
-    others = _columns_of_keys(chunks - 1, pitch)
+def _cells(chunks: int, pitch: int) -> Function:
+    """Return a function (a, b, place, lower, upper): both sums and the products of 16 values of
+    queries, a and b, with chunks of cells."""
 
-    def products(a: Any, place: int, sums: Any) -> Any:
-        first = _products(a, shared_load_matrices(place), sums[0])
-        return (first, *others(a, place + CHUNK * pitch, sums[1:]))
+    def one(a: Any, b: Any, place: int, lower: Any, upper: Any) -> Any:
+        x = shared_load_matrices(place)
+        return _products(a, x, lower), _products(b, x, upper)
+
+    if chunks == 1:
+        return one
+    others = _cells(chunks - 1, pitch)
+
+    def products(a: Any, b: Any, place: int, lower: Any, upper: Any) -> Any:
+        c, d = one(a, b, place, lower[:8], upper[:8])
+        e, f = others(a, b, place + CHUNK * pitch, lower[8:], upper[8:])
+        return c + e, d + f
 
     return products
 
 
 @cache
-def _key_step(pitch: int, chunks: int) -> Function:
-    """Return a function (queries, keys, sums): sums and the products of 16 values."""
-    columns = _columns_of_keys(chunks, pitch)
-
-    def multiply(queries: int, keys: int, sums: Any) -> Any:
-        a = shared_load_matrices(queries) + shared_load_matrices(queries + CHUNK * pitch)
-        return columns(a, keys, sums)
-
-    return multiply
-
-
-@cache
 def key_products(steps: int, pitch: int, chunks: int, step: int = 0) -> Function:
-    """Return a function (queries, keys, sums): sums and the products of chunks of cells.
+    """Return a function (queries, keys, lower, upper): both sums and the products with cells.
 
     steps           of 16 values
-    queries, keys   where a lane finds the row that it loads for a warp: of the first 16 pairs, of
-                    the first chunk
+    pitch           bytes from a row to the next
+    queries, keys   where a lane finds the row that it loads for a warp: of the lower pairs, of the
+                    first chunk of cells
     """
-    multiply, further = _key_step(pitch, chunks), _STEP * step
-    if step == steps - 1:
-        return lambda queries, keys, sums: multiply(
-            i32(queries ^ further), i32(keys ^ further), sums
-        )
+    cells, further = _cells(chunks, pitch), _STEP * step
+
+    def one(queries: int, keys: int, lower: Any, upper: Any) -> Any:
+        place = i32(queries ^ further)
+        a, b = shared_load_matrices(place), shared_load_matrices(place + CHUNK * pitch)
+        return cells(a, b, i32(keys ^ further), lower, upper)
+
+    if step + 1 == steps:
+        return one
     others = key_products(steps, pitch, chunks, step + 1)
 
-    def products(queries: int, keys: int, sums: Any) -> Any:
-        sums = multiply(i32(queries ^ further), i32(keys ^ further), sums)
-        return others(queries, keys, sums)
+    def products(queries: int, keys: int, lower: Any, upper: Any) -> Any:
+        lower, upper = one(queries, keys, lower, upper)
+        return others(queries, keys, lower, upper)
 
     return products
 
@@ -132,49 +95,51 @@ def key_products(steps: int, pitch: int, chunks: int, step: int = 0) -> Function
 
 
 @cache
-def value_products(columns: int, column: int = 0) -> Function:
-    """Return a function (weights, values, offset, sums): sums and the products of a chunk of cells.
-
-    columns          chunks of values
-    values, offset   where a lane finds the row that it loads for a warp, of a multiple of eight
-                     cells, and how far behind that row it is
-    """
+def _values(columns: int, column: int = 0) -> Function:
+    """Return a function (a, b, values, offset, lower, upper): both sums and the products of a chunk
+    of cells, whose weights are a and b, with chunks of values."""
     further = _STEP * column
 
-    def one(weights: Any, values: int, offset: int, sums: Any) -> Any:
-        place = i32(values ^ further) + offset
-        return _products(weights, shared_load_turned(place), sums)
+    def one(a: Any, b: Any, values: int, offset: int, lower: Any, upper: Any) -> Any:
+        x = shared_load_turned(i32(values ^ further) + offset)
+        return _products(a, x, lower), _products(b, x, upper)
 
     if column + 1 == columns:
-        return lambda weights, values, offset, sums: (one(weights, values, offset, sums[0]),)
-    others = value_products(columns, column + 1)
+        return one
+    others = _values(columns, column + 1)
 
-    def products(weights: Any, values: int, offset: int, sums: Any) -> Any:
-        first = one(weights, values, offset, sums[0])
-        return (first, *others(weights, values, offset, sums[1:]))
+    def products(a: Any, b: Any, values: int, offset: int, lower: Any, upper: Any) -> Any:
+        c, d = one(a, b, values, offset, lower[:8], upper[:8])
+        e, f = others(a, b, values, offset, lower[8:], upper[8:])
+        return c + e, d + f
 
     return products
 
 
 @cache
-def store_row(pair: int, columns: int) -> Function:
-    """Return a function (place, sums, factor): stores the values of one of a lane's four pairs,
-    times a factor; place is that of the lane's first."""
-    first = (0, 2, 8, 10)[pair]
-    second, third, fourth = first + 1, first + 4, first + 5
+def mixer(columns: int, pitch: int, chunks: int, chunk: int = 0) -> Function:
+    """Return a function (x, y, values, totals, lower, upper) for chunks of cells, one by one: adds
+    the weights of scores x and y to both totals, values times weights to both sums, and returns
+    these.
 
-    def one(place: int, x: Any, factor: Any) -> None:
-        store_f32(place, x[first] * factor)
-        store_f32(place + 4, x[second] * factor)
-        store_f32(place + 32, x[third] * factor)
-        store_f32(place + 36, x[fourth] * factor)
+    columns   chunks of values
+    pitch     bytes from the values of a cell to those of the next
+    values    where a lane finds the row that it loads for a warp, of the first chunk of cells
+    """
+    multiply, offset = _values(columns), CHUNK * pitch * chunk
 
-    if columns == 1:
-        return lambda place, sums, factor: one(place, sums[0], factor)
-    others = store_row(pair, columns - 1)
+    def one(x: Any, y: Any, values: int, totals: Any, lower: Any, upper: Any) -> Any:
+        a, first = weighed(x, totals[0])
+        b, second = weighed(y, totals[1])
+        lower, upper = multiply(a, b, values, i32(offset), lower, upper)
+        return (first, second), lower, upper
 
-    def all_columns(place: int, sums: Any, factor: Any) -> None:
-        one(place, sums[0], factor)
-        others(place + 64, sums[1:], factor)
+    if chunk + 1 == chunks:
+        return one
+    others = mixer(columns, pitch, chunks, chunk + 1)
 
-    return all_columns
+    def mix(x: Any, y: Any, values: int, totals: Any, lower: Any, upper: Any) -> Any:
+        totals, lower, upper = one(x[:8], y[:8], values, totals, lower, upper)
+        return others(x[8:], y[8:], values, totals, lower, upper)
+
+    return mix

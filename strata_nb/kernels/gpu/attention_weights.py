@@ -1,4 +1,15 @@
-"""The weights of attention by rounded halves: what scores become, and what sums do meanwhile.
+"""Scores, weights and sums of attention of a prompt batch over halves, as a lane has them.
+
+Queries are *pairs* of a row and a head. Of a matrix of products with 16 pairs in its rows lane
+4 * g + t has pairs g and g + 8. A *chunk* is 16 columns, of cells or of values. Of it a lane has
+eight numbers:
+
+    0, 1     pair g,     columns 2 * t and 2 * t + 1
+    2, 3     pair g + 8
+    4 .. 7   the same, 8 columns further
+
+Scores of a chunk of cells, as halves, are in just the order in which products with values want
+their weights.
 
 A weight is 2 ** score, where a number of the pair's own was added to its scores: its *offset*. At
 the first block of cells that brings the largest score to 9. Weights are summed as float32 and
@@ -7,7 +18,8 @@ is made smaller, so that the block's largest is 9, and what was summed shrinks. 
 warp asks only whether one of its lanes has such a score. What a pair does then follows from its own
 scores, whoever else's are too large.
 
-Items of tuples as `attention_fragments.py` says.
+Tuples become registers. Functions are made for a number of chunks; they work on the first and leave
+the others to the function for one less.
 """
 
 from __future__ import annotations
@@ -15,79 +27,112 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from strata_nb.kernels.gpu.attention_fragments import CHUNK, of_each, value_products
 from strata_nb.kernels.gpu.intrinsics import (
     f32,
     halves_of_f32,
     i32,
     larger_f32,
-    of_any_lane,
     power_of_two,
     shuffle_xor_f32,
+    store_f32,
 )
 from strata_nb.kernels.gpu.operations import Function
 
-_UNIT, _MOST = 9.0, 15.0  # the largest score after an offset was chosen, and until one is
+CHUNK = 16
+MOST = 15.0  # of a score with its offset; more ask for another offset
+_UNIT = 9.0  # of the largest score when an offset is chosen
 _MINUS_INFINITY = float("-inf")
 
 
-def _seen_column(found: Any, seen: Any, cell: int) -> Any:
-    nothing = f32(_MINUS_INFINITY)
-    a = found[0] if seen[0] >= cell else nothing
-    b = found[1] if seen[0] >= cell + 1 else nothing
-    c = found[2] if seen[1] >= cell else nothing
-    d = found[3] if seen[1] >= cell + 1 else nothing
-    return a, b, c, d
+def _of_pairs(a: Any, b: Any) -> Any:
+    return a, a, b, b, a, a, b, b
 
 
-def _seen_chunk(x: Any, seen: Any) -> Any:
-    half = CHUNK // 2
-    first = _seen_column(x[:4], seen[:2], 0) + _seen_column(x[4:8], seen[:2], half)
-    return first + _seen_column(x[8:12], seen[2:], 0) + _seen_column(x[12:], seen[2:], half)
+@cache
+def of_pairs(chunks: int) -> Function:
+    """Return a function (a, b): chunks, a power of two of them, of a number of each pair."""
+    if chunks == 1:
+        return _of_pairs
+    half = of_pairs(chunks // 2)
+    return lambda a, b: half(a, b) + half(a, b)
+
+
+@cache
+def of_each(one: Function, chunks: int) -> Function:
+    """Return a function (x, a, b): what `one` makes of each chunk and two numbers, of the pairs."""
+    if chunks == 1:
+        return one
+    others = of_each(one, chunks - 1)
+    return lambda x, a, b: one(x[:8], a, b) + others(x[8:], a, b)
+
+
+def added(x: Any, a: Any, b: Any) -> Any:
+    """Return a chunk and a number of each pair."""
+    return x[0] + a, x[1] + a, x[2] + b, x[3] + b, x[4] + a, x[5] + a, x[6] + b, x[7] + b
+
+
+def times(x: Any, a: Any, b: Any) -> Any:
+    """Return a chunk times a number of each pair."""
+    return x[0] * a, x[1] * a, x[2] * b, x[3] * b, x[4] * a, x[5] * a, x[6] * b, x[7] * b
+
+
+# -- scores ----------------------------------------------------------------------------------------
+
+
+def _seen_ones(x: Any, seen: Any, other: Any) -> Any:
+    nothing, half = f32(_MINUS_INFINITY), CHUNK // 2
+    return (
+        x[0] if seen >= 0 else nothing,
+        x[1] if seen >= 1 else nothing,
+        x[2] if other >= 0 else nothing,
+        x[3] if other >= 1 else nothing,
+        x[4] if seen >= half else nothing,
+        x[5] if seen >= half + 1 else nothing,
+        x[6] if other >= half else nothing,
+        x[7] if other >= half + 1 else nothing,
+    )
 
 
 @cache
 def seen_ones(chunks: int) -> Function:
-    """Return a function (found, seen): the scores, -infinity where a pair does not see the cell.
+    """Return a function (x, seen, other): the scores, -infinity where a pair does not see the cell.
 
-    seen   of the four pairs, how far behind a lane's first cell the last one is that it sees
+    seen, other   of both pairs, how far behind a lane's first cell the last one is that it sees
     """
     if chunks == 1:
-        return lambda found, seen: (_seen_chunk(found[0], seen),)
+        return _seen_ones
     others = seen_ones(chunks - 1)
 
-    def all_chunks(found: Any, seen: Any) -> Any:
-        a, b, c, d = seen
-        behind = i32(a - CHUNK), i32(b - CHUNK), i32(c - CHUNK), i32(d - CHUNK)
-        return (_seen_chunk(found[0], seen), *others(found[1:], behind))
+    def all_chunks(x: Any, seen: Any, other: Any) -> Any:
+        return _seen_ones(x[:8], seen, other) + others(x[8:], i32(seen - CHUNK), i32(other - CHUNK))
 
     return all_chunks
 
 
-# -- offsets ---------------------------------------------------------------------------------------
-
-
-def _nothing() -> Any:
-    nothing = f32(_MINUS_INFINITY)
-    return nothing, nothing, nothing, nothing
-
-
-def _largest_of_chunk(x: Any, best: Any) -> Any:
-    a = larger_f32(larger_f32(x[0], x[1]), larger_f32(x[4], x[5]))
-    b = larger_f32(larger_f32(x[2], x[3]), larger_f32(x[6], x[7]))
-    c = larger_f32(larger_f32(x[8], x[9]), larger_f32(x[12], x[13]))
-    d = larger_f32(larger_f32(x[10], x[11]), larger_f32(x[14], x[15]))
-    first = larger_f32(best[0], a), larger_f32(best[1], b)
-    return (*first, larger_f32(best[2], c), larger_f32(best[3], d))
+def _largest_of(x: Any, a: Any, b: Any) -> Any:
+    c = larger_f32(larger_f32(x[0], x[1]), larger_f32(x[4], x[5]))
+    d = larger_f32(larger_f32(x[2], x[3]), larger_f32(x[6], x[7]))
+    return larger_f32(a, c), larger_f32(b, d)
 
 
 @cache
-def _largest_of(chunks: int) -> Function:
-    """Return a function (found, best): the largest of a lane's scores of each pair, and of best."""
+def _largest_of_all(chunks: int) -> Function:
     if chunks == 1:
-        return lambda found, best: _largest_of_chunk(found[0], best)
-    others = _largest_of(chunks - 1)
-    return lambda found, best: others(found[1:], _largest_of_chunk(found[0], best))
+        return _largest_of
+    others = _largest_of_all(chunks - 1)
+
+    def largest(x: Any, a: Any, b: Any) -> Any:
+        c, d = _largest_of(x[:8], a, b)
+        return others(x[8:], c, d)
+
+    return largest
+
+
+@cache
+def largest_of(chunks: int) -> Function:
+    """Return a function (x): the largest of a lane's scores of each pair. Of NaN others count."""
+    largest = _largest_of_all(chunks)
+    return lambda x: largest(x, f32(_MINUS_INFINITY), f32(_MINUS_INFINITY))
 
 
 def _largest_of_quad(x: Any) -> Any:
@@ -95,108 +140,85 @@ def _largest_of_quad(x: Any) -> Any:
     return larger_f32(x, shuffle_xor_f32(x, 2))
 
 
-def _chosen(best: Any, most: Any) -> Any:
-    """Return what brings a pair's largest score to 9 if it is more than `most`, or else 0."""
+def chosen(best: Any, most: Any) -> Any:
+    """Return what brings a pair's largest score to 9 if it is more than `most`, or else 0. All
+    lanes of a warp take part; best is the largest of the lane's."""
     best = _largest_of_quad(best)
     return f32(_UNIT) - best if best > most else f32(0.0)
 
 
-def _all_chosen(best: Any, most: Any) -> Any:
-    first = _chosen(best[0], most), _chosen(best[1], most)
-    return (*first, _chosen(best[2], most), _chosen(best[3], most))
-
-
 @cache
-def offsets_of(chunks: int) -> Function:
-    """Return a function (found): what brings the largest score of each pair to 9, or 0 where there
-    is none. All lanes of a warp take part."""
-    largest = _largest_of(chunks)
-    return lambda found: _all_chosen(largest(found, _nothing()), f32(_MINUS_INFINITY))
+def beginner(chunks: int) -> Function:
+    """Return a function (x): the scores of a first block, and the offsets that they now have. All
+    lanes of a warp take part."""
+    largest, shift = largest_of(chunks), of_each(added, chunks)
 
+    def begin(x: Any) -> Any:
+        a, b = largest(x)
+        a, b = chosen(a, f32(_MINUS_INFINITY)), chosen(b, f32(_MINUS_INFINITY))
+        return shift(x, a, b), (a, b)
 
-def _two_added(x: Any, by: Any) -> Any:
-    first = x[0] + by[0], x[1] + by[0], x[2] + by[1], x[3] + by[1]
-    return (*first, x[4] + by[0], x[5] + by[0], x[6] + by[1], x[7] + by[1])
-
-
-def _added(x: Any, by: Any) -> Any:
-    return _two_added(x[:8], by[:2]) + _two_added(x[8:], by[2:])
-
-
-def added(chunks: int) -> Function:
-    """Return a function (found, by): the scores of each pair and a number of its own."""
-    return of_each(_added, chunks)
-
-
-def _two_times(x: Any, by: Any) -> Any:
-    first = x[0] * by[0], x[1] * by[0], x[2] * by[1], x[3] * by[1]
-    return (*first, x[4] * by[0], x[5] * by[0], x[6] * by[1], x[7] * by[1])
-
-
-def _times(x: Any, by: Any) -> Any:
-    return _two_times(x[:8], by[:2]) + _two_times(x[8:], by[2:])
+    return begin
 
 
 @cache
 def tamer(chunks: int, columns: int) -> Function:
-    """Return a function (found, offsets, totals, sums) that returns all these, with other offsets
+    """Return a function (x, best, offsets, totals, sums): all these, but best, with other offsets
     for pairs that have a score above 15. All lanes of a warp take part.
 
+    best      the largest of a lane's scores of each pair
     columns   chunks of values
     """
-    largest, shift, shrink = _largest_of(chunks), added(chunks), of_each(_times, columns)
+    shift, shrink = of_each(added, chunks), of_each(times, columns)
 
-    def tame(found: Any, offsets: Any, totals: Any, sums: Any) -> Any:
-        best, most = largest(found, _nothing()), f32(_MOST)
-        above = larger_f32(larger_f32(best[0], best[1]), larger_f32(best[2], best[3])) > most
-        if of_any_lane(i32(1) if above else i32(0)) != 0:
-            more = _all_chosen(best, most)
-            e, f, g, h = more
-            by = power_of_two(e), power_of_two(f), power_of_two(g), power_of_two(h)
-            found, sums = shift(found, more), shrink(sums, by)
-            a, b, c, d = offsets
-            offsets = a + e, b + f, c + g, d + h
-            a, b, c, d = totals
-            totals = a * by[0], b * by[1], c * by[2], d * by[3]
-        return found, offsets, totals, sums
+    def tame(x: Any, best: Any, offsets: Any, totals: Any, sums: Any) -> Any:
+        a, b = chosen(best[0], f32(MOST)), chosen(best[1], f32(MOST))
+        c, d = power_of_two(a), power_of_two(b)
+        offsets = offsets[0] + a, offsets[1] + b
+        totals = totals[0] * c, totals[1] * d
+        return shift(x, a, b), offsets, totals, shrink(sums, c, d)
 
     return tame
 
 
-# -- weights ---------------------------------------------------------------------------------------
+# -- weights and results ---------------------------------------------------------------------------
 
 
-def _two_weighed(x: Any, totals: Any) -> Any:
-    """Return the four words of two pairs' weights, and their totals."""
+def weighed(x: Any, totals: Any) -> Any:
+    """Return the four words of a chunk's weights as halves, and totals with the weights."""
     a, b, c, d = power_of_two(x[0]), power_of_two(x[1]), power_of_two(x[2]), power_of_two(x[3])
     e, f, g, h = power_of_two(x[4]), power_of_two(x[5]), power_of_two(x[6]), power_of_two(x[7])
     words = halves_of_f32(a, b), halves_of_f32(c, d), halves_of_f32(e, f), halves_of_f32(g, h)
     return words, (totals[0] + ((a + b) + (e + f)), totals[1] + ((c + d) + (g + h)))
 
 
+def inverse_of_total(total: Any) -> Any:
+    """Return 1 / the sum of a pair's weights, of those of a lane. All lanes of a warp take part."""
+    total += shuffle_xor_f32(total, 1)
+    return f32(1.0) / (total + shuffle_xor_f32(total, 2))
+
+
 @cache
-def weigher(columns: int, pitch: int, chunks: int, chunk: int = 0) -> Function:
-    """Return a function (found, values, totals, sums) for chunks of cells, one after another: adds
-    weights to the totals, and values times weights to the sums, and returns both.
+def storer(columns: int, first: int) -> Function:
+    """Return a function (place, sums, factor): stores the values of a pair times a factor.
 
-    columns   chunks of values
-    pitch     bytes from the values of a cell to those of the next
-    found     scores with their offsets, 15 at most
-    values    where a lane finds the row that it loads for a warp, of the first chunk of cells
+    first   0 for pair g, 2 for pair g + 8
+    place   of the first value that the lane has
     """
-    mix, offset = value_products(columns), CHUNK * pitch * chunk
+    second, third, fourth = first + 1, first + 4, first + 5
 
-    def one(x: Any, values: int, totals: Any, sums: Any) -> Any:
-        words, first = _two_weighed(x[:8], totals[:2])
-        more, second = _two_weighed(x[8:], totals[2:])
-        return first + second, mix(words + more, values, i32(offset), sums)
+    def one(place: int, x: Any, factor: Any) -> None:
+        store_f32(place, x[first] * factor)
+        store_f32(place + 4, x[second] * factor)
+        store_f32(place + 32, x[third] * factor)
+        store_f32(place + 36, x[fourth] * factor)
 
-    if chunk + 1 == chunks:
-        return lambda found, values, totals, sums: one(found[0], values, totals, sums)
-    others = weigher(columns, pitch, chunks, chunk + 1)
+    if columns == 1:
+        return one
+    others = storer(columns - 1, first)
 
-    def all_chunks(found: Any, values: int, totals: Any, sums: Any) -> Any:
-        totals, sums = one(found[0], values, totals, sums)
-        return others(found[1:], values, totals, sums)
+    def store(place: int, x: Any, factor: Any) -> None:
+        one(place, x[:8], factor)
+        others(place + 64, x[8:], factor)
 
-    return all_chunks
+    return store
