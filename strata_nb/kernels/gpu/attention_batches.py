@@ -44,11 +44,11 @@ from strata_nb.kernels.gpu.attention_weights import (
     CHUNK,
     MOST,
     beginner,
-    inverse_of_total,
     largest_of,
     of_pairs,
     seen_ones,
     storer,
+    sum_of_quad,
     tamer,
 )
 from strata_nb.kernels.gpu.intrinsics import (
@@ -229,8 +229,9 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
                 block, first = following, i32(first + BLOCK_CELLS)
 
             total, other_total = totals
-            a, b = inverse_of_total(total[0]), inverse_of_total(total[1])
-            c, d = inverse_of_total(other_total[0]), inverse_of_total(other_total[1])
+            one = f32(1.0)
+            a, b = one / sum_of_quad(total[0]), one / sum_of_quad(total[1])
+            c, d = one / sum_of_quad(other_total[0]), one / sum_of_quad(other_total[1])
             # From a pair to the one eight further on of the same row, and from row to row.
             eight, of_row = 32 * value_length, 4 * value_length * (heads - group)
             place = out + 4 * value_length * (group * kv_head + pair) + 8 * t

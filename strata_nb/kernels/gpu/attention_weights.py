@@ -192,10 +192,10 @@ def weighed(x: Any, totals: Any) -> Any:
     return words, (totals[0] + ((a + b) + (e + f)), totals[1] + ((c + d) + (g + h)))
 
 
-def inverse_of_total(total: Any) -> Any:
-    """Return 1 / the sum of a pair's weights, of those of a lane. All lanes of a warp take part."""
+def sum_of_quad(total: Any) -> Any:
+    """Return the sum of a pair's weights, of those of a lane. All lanes of a warp take part."""
     total += shuffle_xor_f32(total, 1)
-    return f32(1.0) / (total + shuffle_xor_f32(total, 2))
+    return total + shuffle_xor_f32(total, 2)
 
 
 @cache
