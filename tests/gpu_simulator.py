@@ -125,7 +125,7 @@ class _Lane(greenlet):
     copies: list[list[Callable[[], None]]]  # groups on their way to shared memory
     sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
     products: Any  # of its warpgroup
-    unpublished: set[int]  # lanes of the block that wrote shared memory since they published it
+    unpublished: dict[int, tuple[int, int]]  # by lanes of the block, what they wrote since they did
 
 
 def run(
@@ -152,7 +152,7 @@ def run(
             for y in range(grid[1]):
                 for x in range(grid[0]):
                     shared = bytearray(b"\xff" * shared_bytes)
-                    sees_all, unpublished = [False], set[int]()
+                    sees_all, unpublished = [False], dict[int, tuple[int, int]]()
                     lanes = [_Lane(bound) for _ in range(threads)]
                     for thread, lane in enumerate(lanes):
                         lane.gr_context = copy_context()  # in which the errstate holds
@@ -288,6 +288,7 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
     "mma_16x8x16": _product_of_bytes,
     "mma_16x8x32": _product_of_bytes,
     gpu_warpgroups.MULTIPLY: _all_the_same,
+    gpu_warpgroups.ATTEND: lambda given: gpu_warpgroups.attended(given, KernelFault),
 }
 
 
@@ -300,7 +301,7 @@ def _meaning(intrinsic: Intrinsic, memory: Memory) -> Callable[..., Any]:
     else:
         does = _does(intrinsic.name, memory)
 
-    expected = [_EXPECTED[kind] for kind in intrinsic.arguments]
+    expected = [_EXPECTED.get(kind, (tuple, 0, 0)) for kind in intrinsic.arguments]
     count = len(expected)
 
     def call(*arguments: Any) -> Any:
@@ -591,7 +592,9 @@ def _access(name: str, memory: Memory) -> Callable[..., Any]:
         if not shared:
             memory.note_write(place, size, getcurrent().block)
         else:
-            getcurrent().unpublished.add(getcurrent().thread)
+            lane = getcurrent()
+            low, high = lane.unpublished.get(lane.thread, (place, place))
+            lane.unpublished[lane.thread] = min(low, place), max(high, place + size)
         bits = 8 * layout.size // number
         raw = values if element == "f32" else [_signed(value, bits) for value in values]
         layout.pack_into(target, offset, *raw)
