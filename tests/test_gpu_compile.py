@@ -99,6 +99,14 @@ def _ready(lengths: Sequence[int]) -> Iterator[CardLaunch]:
         yield from card_launches((rope, store, attention), 1)
 
 
+def _in_own_order(lengths: Sequence[int]) -> Iterator[CardLaunch]:
+    """Yield attention of many rows whose bits need not be those of a window."""
+    for key_length, value_length in product(lengths, repeat=2):
+        sizes = {"key_length": key_length, "value_length": value_length}
+        one = shaped("attention", ("f16", "f16"), heads=8, **OF_HEADS, **sizes)
+        yield from card_launches((one,), OF_BATCHES[-1], same_bits=False)
+
+
 Kernels = dict[str, tuple[GpuKernel, Sequence[str]]]
 
 
@@ -125,7 +133,8 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     normed = _normed(sorted(PACKED) if lengths else OF_ALL_LENGTHS, widths)
     routers = _routers(sorted(UNPACKED) if lengths else [T.F32], widths)
     ready = _ready((128, 64) if lengths else (128,))
-    for made in (*together, *normed, *routers, *ready):
+    attention = _in_own_order((128, 64) if lengths else (128,))
+    for made in (*together, *normed, *routers, *ready, *attention):
         found[made.kernel.name] = made.kernel, made.kinds
     return found
 

@@ -79,6 +79,7 @@ _CHUNKS = BLOCK_CELLS // CHUNK
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
 _LOG2_E = 1 / math.log(2)
 _REGISTERS = 255
+_SPILLS = 1536  # before 9.0, where sums of matrices lie in registers as they come
 
 
 def batch_blocks(rows: int, given: Arguments, warps: int = WARPS) -> int:
@@ -251,4 +252,6 @@ def batch_attention_kernel(key_length: int, value_length: int, warps: int = WARP
 
     name = f"attention_batch_{key_length}_{value_length}{'' if warps == WARPS else f'_{warps}'}"
     attention.__name__ = attention.__qualname__ = name
-    return GpuKernel(name, attention, threads, grid, lambda _: shared_bytes, _REGISTERS)
+    return GpuKernel(
+        name, attention, threads, grid, lambda _: shared_bytes, _REGISTERS, spills=_SPILLS
+    )
