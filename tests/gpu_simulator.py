@@ -125,7 +125,7 @@ class _Lane(greenlet):
     copies: list[list[Callable[[], None]]]  # groups on their way to shared memory
     sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
     products: Any  # of its warpgroup
-    unpublished: dict[int, tuple[int, int]]  # by lanes of the block, what they wrote since they did
+    unpublished: dict[int, list[tuple[int, int]]]  # that lanes of the block wrote since
 
 
 def run(
@@ -152,7 +152,7 @@ def run(
             for y in range(grid[1]):
                 for x in range(grid[0]):
                     shared = bytearray(b"\xff" * shared_bytes)
-                    sees_all, unpublished = [False], dict[int, tuple[int, int]]()
+                    sees_all, unpublished = [False], dict[int, list[tuple[int, int]]]()
                     lanes = [_Lane(bound) for _ in range(threads)]
                     for thread, lane in enumerate(lanes):
                         lane.gr_context = copy_context()  # in which the errstate holds
@@ -593,8 +593,7 @@ def _access(name: str, memory: Memory) -> Callable[..., Any]:
             memory.note_write(place, size, getcurrent().block)
         else:
             lane = getcurrent()
-            low, high = lane.unpublished.get(lane.thread, (place, place))
-            lane.unpublished[lane.thread] = min(low, place), max(high, place + size)
+            lane.unpublished.setdefault(lane.thread, []).append((place, place + size))
         bits = 8 * layout.size // number
         raw = values if element == "f32" else [_signed(value, bits) for value in values]
         layout.pack_into(target, offset, *raw)

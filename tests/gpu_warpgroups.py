@@ -109,8 +109,8 @@ def _multiply(rows: int, fault: type[Exception]) -> Callable[..., Any]:
     return multiply
 
 
-def _overlap(written: tuple[int, int], matrix: range) -> bool:
-    return written[0] < matrix.stop and matrix.start < written[1]
+def _overlap(written: Sequence[tuple[int, int]], matrix: range) -> bool:
+    return any(begin < matrix.stop and matrix.start < end for begin, end in written)
 
 
 def _attend(
