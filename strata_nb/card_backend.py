@@ -159,7 +159,7 @@ class CardBackend:
         has_warpgroups: bool = False,
     ) -> None:
         self.name, self.device, self.threads = text, device, threads
-        self._has_warpgroups = has_warpgroups
+        self.has_warpgroups = has_warpgroups
         self.warnings: list[str] = []
         self._card = driver
         self._compiler = compiler
@@ -198,7 +198,7 @@ class CardBackend:
             rows,
             self._pool,
             same_bits=self.same_bits,
-            warpgroups=self._has_warpgroups and not self.same_bits,
+            warpgroups=self.has_warpgroups and not self.same_bits,
         )
 
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:

@@ -1,4 +1,4 @@
-"""Products of attention by warpgroups: instructions that cards of compute capability 9.0 alone have.
+"""Products of attention by warpgroups, on cards of compute capability 9.0.
 
 As `warpgroups.py` has them, but sums are values of the kernel, and a product has ended where the
 instruction ends: other warpgroups go on meanwhile.
