@@ -250,10 +250,15 @@ class CardBackend:
         launches = self.launches(piece, rows)
         for one in launches:
             self._load(one.kernel, one.shared_bytes)
+        return self._instantiated(launches, rows)
+
+    def _instantiated(self, launches: Sequence[CardLaunch], rows: int) -> int:
+        """Return an executable graph of launches, whose kernels are loaded."""
         graph = self._captured(launches, rows)
-        executable: int = self._card.graph_instantiate(graph, self.device)
-        self._card.graph_destroy(graph)
-        return executable
+        try:
+            return self._card.graph_instantiate(graph, self.device)
+        finally:
+            self._card.graph_destroy(graph)
 
     def _captured(self, launches: Sequence[CardLaunch], rows: int) -> int:
         """Return a graph of launches for so many rows."""
@@ -391,11 +396,7 @@ class CardBackend:
 
     def _executable(self, launches: Sequence[CardLaunch], rows: int, owner: ExitStack) -> int:
         """Return an executable graph of launches, which ends with its owner."""
-        graph = self._captured(launches, rows)
-        try:
-            executable = self._card.graph_instantiate(graph, self.device)
-        finally:
-            self._card.graph_destroy(graph)
+        executable = self._instantiated(launches, rows)
         owner.callback(self._card.executable_destroy, executable)
         return executable
 

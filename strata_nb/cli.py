@@ -107,8 +107,8 @@ _DEVICE = """\
   --no-prefill-borrow          on a card: keep buffers for experts that prompts miss, in place of
                                borrowing memory while they are read, of slots too
   --deterministic              the same bits whatever budget, batch and threads are: on a card the
-                               CPU computes no experts (on the host they always are the same, of
-                               the reference never)"""
+                               CPU computes no experts, and prompts are read more slowly (on the
+                               host they always are the same, of the reference never)"""
 _CONTROL = """\
   --vram-elastic               let --control change what stays free while the model is open
   --control PATH               answer lines on a Unix socket at PATH: VRAM [MIB] leaves so much of

@@ -175,16 +175,13 @@ class CpuPool:
 
     @property
     def failure(self) -> str | None:
-        """Say why the pool answers no more; None while it does, or if it was only closed.
-
-        Finding a thread that has ended sets ABORT.
-        """
+        """Say why the pool answers no more; None while it does, or if it was only closed."""
         self._look()
         return self._failure
 
     @property
     def posts(self) -> int:
-        """Posts that were answered; this and the others are read while nothing is in flight."""
+        """Posts that were answered; exact, as the others are, while nothing is in flight."""
         return int(self._state[at.POSTS])
 
     @property
@@ -206,8 +203,7 @@ class CpuPool:
         """Notice that the pool has failed, while it is open."""
         if self._failure or not self._finalizer.alive or os.getpid() != self._process:
             return
-        if self._header[mailbox.ABORT // 8] or not all(one.is_alive() for one in self._workers):
-            self._header[mailbox.ABORT // 8] = 1
+        if self._header[mailbox.ABORT // 8]:  # a thread that ends sets it
             self._failure = self._refusal() if self._state[at.FAULT] else self._end_of_posts()
 
     def _end_of_posts(self) -> str:

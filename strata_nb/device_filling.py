@@ -42,9 +42,7 @@ class FillingPlaces(NamedTuple):
     plan: int
 
     def of_layer(self, layer: int, experts: int) -> tuple[int, int, int]:
-        """Return where a layer has its homes, windows and plan, where there are any."""
-        if not self.plan:
-            return 0, 0, 0
+        """Return where a layer has its homes, windows and plan."""
         before = 8 * experts * layer
         plan_bytes = plan_type(experts).itemsize
         return self.homes + before, self.seen + before, self.plan + plan_bytes * layer

@@ -1,13 +1,7 @@
-"""A model on a device: where model, weights, K/V, experts and backend meet.
+"""A model on a device that is open: its steps, what it says of itself, and the end of it.
 
-Opening lays everything out before anything is read, so that what does not fit is refused first:
-
-    dense weights and buffers   plain memory of the device, for as long as the model is open
-    experts                     one arena in host memory; slots of the device hold copies of some
-    K/V                         blocks that the ledger maps
-    programs                    emitted once over those addresses, and prepared by the backend
-
-What changes between steps are tables that the programs read. Steps are `device_steps`.
+`device_opening` has put everything in its place. Steps are `device_steps`; here is the lock under
+which they and all that looks at memory, or moves it, take turns.
 """
 
 from __future__ import annotations
@@ -15,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,71 +17,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb import device_needs, device_room, loading, models
 from strata_nb.backend import Backend
 from strata_nb.cache.accounts import Change
-from strata_nb.cache.capacity import Ledger
-from strata_nb.cache.elastic import ElasticKV
-from strata_nb.cache.experts import ExpertArena, HostArena
-from strata_nb.cache.kv import KVCache
-from strata_nb.cache.kv_layout import BLOCK_CELLS, HeadPlane, KVLayout, blocks_for
+from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.cache.look import Look
-from strata_nb.cache.plan import Memory, Needs, plan_device
-from strata_nb.cache.policy import Insertion, Maker, static, swaps
-from strata_nb.cache.profile import Profile, load_profile, rank_by_use, save_profile
-from strata_nb.cache.residency import Residency
-from strata_nb.cache.routing import RoutingTrace, forced_routes
-from strata_nb.cache.slots import SlotLayout
-from strata_nb.device_filling import DeviceFilling, FillingPlaces
-from strata_nb.device_pool import (
-    DevicePool,
-    Served,
-    compile_pool,
-    open_device_pool,
-    pool_layers,
-    pool_places,
-    why_no_pool,
-)
-from strata_nb.device_steps import DeviceSteps, SharedCounts
-from strata_nb.device_streaming import BatchTables, ExpertStreaming
+from strata_nb.cache.plan import Memory
+from strata_nb.cache.profile import rank_by_use, save_profile
+from strata_nb.device_layout import Asked
+from strata_nb.device_opening import open_device
+from strata_nb.device_pool import Served
 from strata_nb.errors import ConfigError, DeviceLost
-from strata_nb.fill_plans import plan_type
-from strata_nb.formats import dequantise
 from strata_nb.gguf import GGUFFile
 from strata_nb.interrupts import interrupts_later
-from strata_nb.kernels.reference import Floats, rope_frequencies, rope_table
+from strata_nb.kernels.reference import Floats
 from strata_nb.link_rate import link_rate
-from strata_nb.loading_pieces import LoadProgress
 from strata_nb.models.description import Description
-from strata_nb.models.places import Buffers, ExpertPlaces, KVPlaces, Places, Programs
-from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options
 from strata_nb.plain_read import PlainRead
 from strata_nb.progress import Progress
+from strata_nb.reports import DeviceReport, Report
 from strata_nb.sampling import Choice
-from strata_nb.shared_tables import SharedTable
-from strata_nb.steps import WINDOW_ROWS, DeviceReport, ModelReport, Row, closed_error
+from strata_nb.steps import Row, closed_error
 from strata_nb.tracing import Announce
 
 if TYPE_CHECKING:
     from strata_nb.card_profile import WindowProfile
-    from strata_nb.kernels.gpu.pooled import PoolPlaces
-
-SEQUENCES = 16  # rows of the block table
-HEAD_ROWS = 32  # whose logits are computed at a time: 20 MB for a vocabulary of 150,000
-ROPE_FACTORS = "rope_freqs.weight"  # read here, and by no kernel
-
-
-class _Sizes(NamedTuple):
-    """What is known before anything is loaded."""
-
-    dense: list[str]  # names of tensors
-    stacks: list[dict[str, str]]  # of each layer, by part: names of tensors
-    experts: loading.ExpertLayout | None
-    slots: SlotLayout
-    kv: KVLayout
-    table_width: int  # K/V blocks of a sequence
-    rope_bytes: int
 
 
 class Reserved(NamedTuple):
@@ -122,340 +76,22 @@ class DeviceModel:
         """Load the model, or leave nothing behind but the backend, which stays the caller's."""
         self.description = description
         self.max_rows = max_rows
-        self.warnings: list[str] = []
-        self.off: list[str] = []
         self._backend = backend
         self._forgotten: deque[int] = deque()
         self._process = os.getpid()
         self._turn = threading.RLock()  # of the thread that runs a step, or changes sequences
-        self._filling_places: FillingPlaces | None = None
-        self._batch_tables: BatchTables | None = None
-        self._trace: RoutingTrace | None = None
-        self._forced: npt.NDArray[np.int16] | None = None  # (layers, context, top_k)
-        self._prior: Profile | None = None
         self._announce = announce
-        self._pool: DevicePool | None = None
-        sizes = _measure(file, description, options, ctx_size)
+        asked = Asked(file, description, options, ctx_size, max_rows, backend, say, announce)
+        told = None if announce is None else self._tell_step
         with ExitStack() as undo:
-            self._open(file, options, ctx_size, sizes, progress, compiling, say, undo)
+            found = open_device(asked, undo, progress=progress, compiling=compiling, told=told)
+            self.kv, self.arena, self.ledger = found.kv, found.arena, found.ledger
+            self.warnings, self.off = found.warnings, found.off
+            self._given, self._programs, self._counts = found.given, found.programs, found.counts
+            self._filling_places, self._pool = found.filling, found.pool
+            self._elastic, self._residency = found.elastic, found.residency
+            self._steps = found.steps
             self._resources: ExitStack | None = undo.pop_all()
-
-    def _open(
-        self,
-        file: GGUFFile,
-        options: Options,
-        ctx_size: int,
-        sizes: _Sizes,
-        progress: Progress | None,
-        compiling: Progress | None,
-        say: Callable[[str], None],
-        undo: ExitStack,
-    ) -> None:
-        backend, driver, device = self._backend, self._backend.driver, self._backend.device
-        model = self.description
-        self._read_files(options, model, ctx_size)
-        wanted_slots = device_needs.slots_wanted(options, sizes.slots, backend)
-        rules = device_needs.growth_rules(options, ctx_size, backend)
-        unplaced, weight_bytes = loading.dense_layout(file, sizes.dense)
-        measured, batch, buffer_bytes = self._emit(sizes, unplaced, Buffers(), placed=False)
-        needs = Needs(
-            dense_bytes=device_needs.plain_bytes(weight_bytes, buffer_bytes),
-            reserve_bytes=device_needs.reserve_bytes(options, backend),
-            kv=sizes.kv,
-            kv_cells=ctx_size if rules is None else rules.init_cells,
-            kv_most_cells=ctx_size,
-            slots=sizes.slots if wanted_slots != 0 else None,
-            slots_wanted=wanted_slots,
-            outside_bytes=backend.outside_bytes,
-            limit_bytes=device_needs.limit_bytes(options, backend),
-        )
-        expert_bytes = sizes.experts.size_bytes if sizes.experts else 0
-        self.warnings += loading.check_memory(device_needs.host_bytes(expert_bytes, needs, backend))
-        plan, ring_bytes = plan_device(driver, device, needs), 0
-        if batch is not None and sizes.experts is not None:
-            needs, ring_bytes = device_needs.with_ring(
-                needs, plan, sizes.slots, borrows=options.prefill_borrow
-            )
-            plan = plan_device(driver, device, needs)
-        self.warnings += device_needs.reach_warnings(plan)
-        misses = backend.pools and plan.start_slots < model.layers * model.experts
-        pool: PoolPlaces | None = None
-        if misses and sizes.experts is not None:
-            reason = why_no_pool(options, sizes.experts.parts)
-            if reason is None:
-                pool = pool_places(backend, model, sizes.experts.parts)
-            else:
-                self.off.append(f"experts computed by the CPU ({reason})")
-        backend.compile([measured.body, measured.head, measured.choice], compiling, say)
-        if pool is not None and sizes.experts is not None:
-            compile_pool(sizes.experts.parts, say)
-        if batch is not None:
-            backend.compile([batch.body], compiling, say, batch_rows=batch.max_rows)
-
-        keep = loading.cache_fits(file, file.size_bytes)
-        total = sum(info.size_bytes for info in file.tensors.values())
-        load = LoadProgress(total, progress)
-        weights = loading.load_dense(
-            file,
-            sizes.dense,
-            driver,
-            device,
-            threads=backend.threads,
-            keep_cached=keep,
-            progress=load,
-        )
-        undo.callback(weights.close)
-        self._tell(
-            "block", device=device, owner="weights", address=weights.address, size=weight_bytes
-        )
-        host = HostArena(0, 0, np.zeros((0, 0), np.int64))
-        loaded: loading.HostExperts | None = None
-        if sizes.experts is not None:
-            loaded = loading.begin_experts(  # read while the rest is laid out
-                file,
-                sizes.stacks,
-                sizes.experts,
-                driver,
-                threads=backend.threads,
-                keep_cached=keep,
-                progress=load,
-            )
-            undo.callback(loaded.close)
-            host = loaded.arena
-
-        stream = driver.stream_create(device)
-        undo.callback(driver.stream_destroy, stream)
-        self.kv = KVCache(
-            sizes.kv, context=ctx_size, sequences=SEQUENCES, driver=driver, stream=stream
-        )
-        self.arena = ExpertArena(
-            sizes.slots,
-            host,
-            max_slots=plan.most_slots,
-            driver=driver,
-            stream=stream,
-            announce=self._announce,
-        )
-        self.ledger = Ledger(
-            driver, device, plan, self.kv, self.arena, say=say, record=self._announce
-        )
-        if self._announce is not None:
-            self.ledger.announce = self._announce
-        undo.callback(self.ledger.close)
-        self.ledger.open()
-
-        base = driver.allocate(buffer_bytes, device)
-        undo.callback(driver.free, base)
-        self._tell("block", device=device, owner="buffers", address=base, size=buffer_bytes)
-        use, tally = SharedTable(self.arena.use), SharedTable(self.arena.tally)
-        places = (backend.share(table, is_written=True) for table in (use, tally))
-        self._counts = SharedCounts(use, tally, *places)
-        ring = None if options.prefill_borrow else (0, 0)
-        if ring_bytes:
-            ring = driver.allocate(ring_bytes, device), ring_bytes
-            undo.callback(driver.free, ring[0])
-            self._tell("block", device=device, owner="buffers", address=ring[0], size=ring_bytes)
-        emitted, batch, placed_bytes = self._emit(
-            sizes, weights.tensors, Buffers(base), placed=True
-        )
-        if placed_bytes != buffer_bytes:
-            raise AssertionError(f"buffers of {placed_bytes:,} bytes in {buffer_bytes:,}")
-        self._programs = emitted
-        front = Buffers(base)
-        _write_rope_table(file, model, backend, front.take(sizes.rope_bytes), ctx_size)
-        if self._forced is not None:
-            backend.send(front.take(self._forced.nbytes), self._forced)
-        self._elastic = ElasticKV(self.ledger, rules, say=say) if rules is not None else None
-        if self._elastic is not None:
-            self._elastic.reconsider()
-            self._elastic.when_idle()
-        ranks = np.full(host.offsets.shape, -1, np.int32)
-        if self._prior is not None:
-            ranks = self._prior.ranks()
-        self._residency = Residency(
-            self.arena, ranks, policy_maker(options), say=say, device_fills=backend.fills
-        )
-        self.ledger.heat = self._residency.heat
-        streaming: ExpertStreaming | None = None
-        if self._batch_tables is not None:
-            streaming = ExpertStreaming(
-                backend,
-                self.ledger,
-                self.arena,
-                self._batch_tables,
-                ring,
-                top_k=model.top_k,
-                say=say,
-            )
-            undo.callback(streaming.close)
-        self._steps = DeviceSteps(
-            backend,
-            emitted,
-            batch,
-            self._counts,
-            self.kv,
-            self.arena,
-            self._elastic,
-            self._residency,
-            DeviceFilling(backend, self.arena, self._residency, self._filling_places),
-            streaming,
-            self._trace,
-            None if self._announce is None else self._tell_step,
-            pool_state=pool.state if pool is not None else 0,
-            vocabulary=model.vocab_size,
-            top_k=model.top_k,
-        )
-        self._fill(loaded)
-        if pool is not None and sizes.experts is not None:
-            sizes_of = (model.width, model.expert_width)
-            layers = pool_layers(sizes.experts.parts, *sizes_of, self.arena.homes)
-            self._pool = open_device_pool(backend, pool, layers, options, model.top_k, say)
-            undo.callback(self._pool.close)
-            self._steps.use_pool(self._pool)
-        if backend.has_slots:
-            self.warnings += device_room.keep_free(self.ledger, say)
-            experts = model.layers * model.experts
-            self.off += device_needs.switched_off(options, plan, self.arena.usable_slots, experts)
-
-    def _fill(self, loaded: loading.HostExperts | None) -> None:
-        """Wait for the experts, and copy those that the profile ranks to slots as they come.
-
-        Where every expert has a slot, those that it does not rank follow.
-        """
-        order = self._prior.order() if self._prior is not None else []
-        for rank, pair in enumerate(order, start=1):
-            self.arena.prior[pair] = 1 - rank / (len(order) + 1)
-        if loaded is None:
-            return
-        if self.arena.usable_slots >= self.arena.expert_tier.size:
-            order += np.ndindex(*self.arena.expert_tier.shape)
-        filling = self.arena.begin_fill(order)
-
-        def ready(address: int, size: int) -> None:
-            self._tell("block", device=None, owner="host", address=address, size=size)
-            filling.copy(address, size)
-
-        loaded.finish(ready)
-        filling.finish()
-
-    def _emit(
-        self,
-        sizes: _Sizes,
-        tensors: Mapping[str, loading.PackedTensor],
-        buffers: Buffers,
-        *,
-        placed: bool,
-    ) -> tuple[Programs, Programs | None, int]:
-        """Return the programs over these places, and the bytes of their buffers.
-
-        Those of prompt batches are None where all steps have the same.
-
-        The first buffers are the rope table, and routes that are forced. `placed`: whether there
-        are K/V and experts to name.
-        """
-        model = self.description
-        rope = buffers.take(sizes.rope_bytes)
-        forced, layer_bytes = 0, 0
-        if self._forced is not None:
-            forced, layer_bytes = buffers.take(self._forced.nbytes), self._forced[0].nbytes
-        share = self._backend.share
-        kv = KVPlaces(
-            table=share(self.kv.blocks) if placed else 0,
-            table_width=sizes.table_width,
-            key_type=sizes.kv.key.cache_type,
-            value_type=sizes.kv.value.cache_type,
-            key_offsets=[sizes.kv.part_offset(layer, "k") for layer in range(model.layers)],
-            value_offsets=[sizes.kv.part_offset(layer, "v") for layer in range(model.layers)],
-        )
-        experts: list[ExpertPlaces] = []
-        if sizes.experts is not None:
-            count = model.experts
-            addresses = tiers = use = tally = 0
-            plan_bytes = plan_type(count).itemsize
-            filling = FillingPlaces(0, 0, 0, 0)
-            if self._backend.fills:
-                homes, seen = (buffers.take(8 * count * model.layers) for _ in range(2))
-                filling = FillingPlaces(0, homes, seen, buffers.take(plan_bytes * model.layers))
-            if placed:
-                addresses, tiers = share(self.arena.addresses), share(self.arena.tiers)
-                use, tally = self._counts.use_address, self._counts.tally_address
-                if self._backend.fills:
-                    self._filling_places = filling._replace(addresses=addresses)
-            experts = [
-                ExpertPlaces(
-                    addresses + 8 * count * layer,
-                    tiers + count * layer,
-                    use + 8 * count * layer,
-                    tally,
-                    forced + layer_bytes * layer,
-                    sizes.experts.parts[layer],
-                    *filling.of_layer(layer, count),
-                )
-                for layer in range(model.layers)
-            ]
-        backend, places = self._backend, Places(tensors, experts, kv, rope)
-
-        def emit(max_rows: int, head_rows: int, places: Places = places) -> Programs:
-            return models.emit_programs(
-                model,
-                places,
-                buffers,
-                max_rows=max_rows,
-                head_rows=min(head_rows, max_rows),
-                packed_row_bytes=backend.packed_row_bytes,
-                chooses_tokens=backend.chooses_tokens,
-                attends_in_runs=backend.attends_in_runs,
-                gathers_rows=backend.gathers_rows,
-            )
-
-        if not backend.batches_apart:
-            return emit(self.max_rows, HEAD_ROWS), None, buffers.size_bytes
-        programs = emit(min(self.max_rows, WINDOW_ROWS), WINDOW_ROWS)
-        batch = None
-        if self.max_rows > WINDOW_ROWS:
-            if placed and experts:
-                self._batch_tables = self._share_batch_tables()
-                _, _, reads, missed = self._batch_tables
-                experts = [
-                    one._replace(
-                        addresses=reads + 8 * model.experts * layer,
-                        homes=one.homes and missed + 8 * model.experts * layer,
-                    )
-                    for layer, one in enumerate(experts)
-                ]
-            batch = emit(self.max_rows, WINDOW_ROWS, places._replace(experts=experts))
-        return programs, batch, buffers.size_bytes
-
-    def _share_batch_tables(self) -> BatchTables:
-        """Make the tables of experts that batches read, as if none had a slot."""
-        reads, missed = (SharedTable(self.arena.homes.copy()) for _ in range(2))
-        return BatchTables(reads, missed, self._backend.share(reads), self._backend.share(missed))
-
-    def _read_files(self, options: Options, model: Description, ctx_size: int) -> None:
-        """Read the profile and the routes that are given, and begin the trace that is asked for."""
-        profile = options.profile_path()
-        asked = [
-            (profile, "--expert-profile"),
-            (options.expert_profile_save, "--expert-profile-save"),
-            (options.routing_trace, "--routing-trace"),
-            (options.force_routes, "--force-routes"),
-        ]
-        for value, flag in asked:
-            if value is not None and not model.experts:
-                raise ConfigError(f"{flag} {value}: this model has no experts", hint="leave it out")
-        if profile is not None:
-            try:
-                self._prior = load_profile(profile, model.layers, model.experts)
-            except OSError as error:
-                raise ConfigError(
-                    f"--expert-profile {profile}: {error.strerror}",
-                    hint="check the name and the permissions",
-                ) from error
-        if options.routing_trace is not None:
-            self._trace = RoutingTrace(model.layers, model.experts, model.top_k)
-        if options.force_routes is not None:
-            sizes = model.layers, model.experts, model.top_k
-            self._forced = forced_routes(options.force_routes, *sizes, ctx_size)
 
     # Steps.
 
@@ -574,14 +210,14 @@ class DeviceModel:
 
     # The rest.
 
-    def report(self) -> ModelReport:
+    def report(self) -> Report:
         with self._turn:
             self._pause()
             if self._elastic is not None:
                 self._elastic.flush()  # what is said and what is reported shall agree
             return self._report()
 
-    def _report(self) -> ModelReport:
+    def _report(self) -> Report:
         ledger = self.ledger.describe()
         owners = ledger.bytes_by_owner
         memory: Memory | None = None
@@ -603,19 +239,21 @@ class DeviceModel:
         moved = self._residency
         missed_bytes = moved.missed_bytes if self._backend.has_slots else 0
         served = self._served()
-        return ModelReport(
-            (device,),
-            hits,
-            misses,
-            moved.inserted,
-            moved.inserted_bytes,
-            missed_bytes,
-            max(0, missed_bytes - served.bytes) + moved.copied_bytes,
-            self.arena.filled,
-            *self._steps.streamed,
-            served.experts,
-            served.bytes,
-            served.waited_s,
+        streamed, streamed_bytes = self._steps.streamed
+        return Report(
+            devices=(device,),
+            hits=hits,
+            misses=misses,
+            inserted=moved.inserted,
+            inserted_bytes=moved.inserted_bytes,
+            missed_bytes=missed_bytes,
+            link_bytes=max(0, missed_bytes - served.bytes) + moved.copied_bytes,
+            filled=self.arena.filled,
+            streamed=streamed,
+            streamed_bytes=streamed_bytes,
+            cpu_experts=served.experts,
+            cpu_bytes=served.bytes,
+            cpu_wait_s=served.waited_s,
         )
 
     def _served(self) -> Served:
@@ -662,27 +300,29 @@ class DeviceModel:
         """Write how often experts were used, added to the order of the profile given."""
         with self._turn:
             self._settle()
-            save_profile(path, rank_by_use(self.arena.use, self._prior))
+            save_profile(path, rank_by_use(self.arena.use, self._given.prior))
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the routes of all steps so far."""
-        if self._trace is None:
+        if self._given.trace is None:
             raise ConfigError(
                 "no routing trace was kept", hint="open the engine with Options(routing_trace=...)"
             )
-        self._trace.save(path)
+        self._given.trace.save(path)
 
     def close(self) -> None:
         if os.getpid() != self._process:
             return  # a fork owns none of it
-        with self._turn:
+        # To the end, whatever fails or interrupts it: the backend frees next what threads of the
+        # CPU pool would go on reading.
+        with self._turn, interrupts_later():
             resources, self._resources = self._resources, None
-            if resources is not None:
+            if resources is None:
+                return
+            with suppress(DeviceLost), resources:  # nothing of it is left, and who lost it was told
                 if self._elastic is not None:
                     self._elastic.flush()
                 self._steps.end()
-                with suppress(DeviceLost):  # nothing of it is left, and who lost it was told
-                    resources.close()
 
     def _opened(self) -> None:
         if self._resources is None:
@@ -702,44 +342,3 @@ class DeviceModel:
                 self.kv.close_sequence(self._forgotten[0])
                 self._tell("sequence", sequence=self._forgotten[0], state="closed")
             self._forgotten.popleft()
-
-
-def _measure(file: GGUFFile, model: Description, options: Options, ctx_size: int) -> _Sizes:
-    """Lay out what the model needs; nothing is read but the table of tensors."""
-    dense = [name for name in file.tensors if not is_expert(name) and name != ROPE_FACTORS]
-    stacks = [
-        {part: f"blk.{layer}.{part}.weight" for part in EXPERT_PARTS}
-        for layer in range(model.layers if model.experts else 0)
-    ]
-    experts = loading.expert_layout(file, stacks) if stacks else None
-    slots = SlotLayout(experts.blob_bytes if experts is not None else (), model.experts)
-    kv = KVLayout(
-        model.layers,
-        model.kv_heads,
-        HeadPlane(options.cache_type_k or "f16", model.key_length),
-        HeadPlane(options.cache_type_v or "f16", model.value_length),
-    )
-    rope_bytes = ctx_size * model.rope_dims * 4
-    return _Sizes(dense, stacks, experts, slots, kv, blocks_for(ctx_size), rope_bytes)
-
-
-def policy_maker(options: Options) -> Maker:
-    """Return what makes the policy that is asked for."""
-    if options.adapt == "swap":
-        return swaps(options.adapt_every, options.adapt_swaps, options.adapt_decay)
-    return Insertion if options.adapt == "insert" else static
-
-
-def _write_rope_table(
-    file: GGUFFile, model: Description, backend: Backend[Any], address: int, ctx_size: int
-) -> None:
-    """Write cosines and sines of all positions: float32 (ctx_size, 2, planes)."""
-    factors = None
-    if ROPE_FACTORS in file.tensors:
-        factors = dequantise(file.tensors[ROPE_FACTORS].type, file.raw(ROPE_FACTORS))
-    frequencies = rope_frequencies(model.rope_dims, model.rope_base, model.rope_scale, factors)
-    row_bytes = model.rope_dims * 4
-    for start in range(0, ctx_size, 4096):
-        positions = np.arange(start, min(start + 4096, ctx_size))
-        table = np.stack(rope_table(positions, frequencies), axis=1)
-        backend.send(address + start * row_bytes, np.ascontiguousarray(table, np.float32))

@@ -256,8 +256,6 @@ class DeviceSteps:
             self._residency.carry_out(moves)
             self._begin_ahead(windows, now, ahead, 0)
         self._follow(landed, len(rows), was_complete=was_complete)
-        if self._trace is not None and landed.routes is not None:
-            self._trace.append(self._few.routes(landed.routes, len(rows)))
         if self._told is not None:
             self._told(len(rows))
         if self._elastic is not None:
@@ -268,6 +266,9 @@ class DeviceSteps:
         else:
             self._rest()
         self._last = now.sequences
+        # Behind all that may fail: a window that is repeated counts once.
+        if self._trace is not None and landed.routes is not None:
+            self._trace.append(self._few.routes(landed.routes, len(rows)))
         return landed.tokens
 
     def _begin(self, windows: Windows, rows: Sequence[Row], how: Sequence[Choice]) -> Window:
@@ -363,9 +364,7 @@ class DeviceSteps:
 
     def _refused(self, now: Window, rows: Sequence[Row], how: Sequence[Choice]) -> list[int]:
         """Read rows again whose logits gave no token: the host says why."""
-        self._backend.wait()
-        self._ahead = None
-        self._filling.find()
+        self.settle()
         for sequence in now.sequences:
             self._kv.rewind(sequence, self._kv.length(sequence))
         return self._whole_step(rows, lambda heads, wanted: heads.tokens(wanted, how))
@@ -470,10 +469,10 @@ class DeviceSteps:
         try:
             self._backend.wait()  # what was begun may still use what is moved or freed next
             self._has_flown = False
-            self._rest()
             self._filling.find_after_failure()
         except StrataError:  # what failed first is what is told
             self._filling.lose()
+        self._rest()
         with suppress(StrataError):
             self.return_loan()
         for sequence, length in before.items():

@@ -94,9 +94,9 @@ class ExpertStreaming:
         self._ledger, self._arena, self._tables = ledger, arena, tables
         self._own, self._top_k, self._say = own, top_k, say
         self._failing = False  # to borrow, since it last went well; then it was said
-        self._coming: list[list[Coming]] = []  # of each layer of the batch
-        # The tiers and the ring that they were found for; None: nobody knows.
-        self._assigned: tuple[bytes, tuple[int, int]] | None = None
+        # Who comes of each layer of the batch, behind what it was found by: together, so that an
+        # interrupt leaves both as they were.
+        self._found: tuple[tuple[Any, ...], list[list[Coming]]] = (), []
         self._awaited = -1  # the last layer of the batch that copies wait for
         with ExitStack() as undo:
             driver, device = self._driver, backend.device
@@ -126,30 +126,30 @@ class ExpertStreaming:
         arena, experts = self._arena, self._arena.layout.experts
         is_worth_it = rows * self._top_k >= LEAST_CHOICES * experts and not arena.is_complete
         ring = self._ring() if is_worth_it else (0, 0)  # it may be slots, whose experts leave
-        wanted = arena.expert_tier.tobytes(), ring
-        if self._assigned != wanted:
-            self._assigned = None  # an interrupt may leave `_coming` as it was, or as it shall be
-            self._coming = self._assign(*ring)
-            self._assigned = wanted
+        missing = np.count_nonzero(arena.expert_tier == Tier.IN_PLACE, axis=1)
+        are_few = 0 < ring[1] < self._place_bytes * missing.max(initial=0)  # the most used come
+        found_by = ring, arena.expert_tier.tobytes(), arena.use.tobytes() if are_few else b""
+        if self._found[0] != found_by:
+            self._found = found_by, self._assign(*ring)
         self._awaited = -1
-        reads = arena.expert_address.copy()
-        for layer, coming in enumerate(self._coming):
+        reads, of_layers = arena.expert_address.copy(), self._found[1]
+        for layer, coming in enumerate(of_layers):
             reads[layer, [one.expert for one in coming]] = [one.target for one in coming]
         _write(self._tables.reads, reads)
         _write(self._tables.missed, np.where(arena.expert_tier == Tier.IN_PLACE, reads, 0))
-        return any(self._coming)
+        return any(of_layers)
 
     @property
     def coming(self) -> npt.NDArray[np.bool_]:
         """Who comes, or came, for the batch that was begun last: (layers, experts)."""
         found = np.zeros(self._arena.expert_tier.shape, bool)
-        for layer, coming in enumerate(self._coming):
+        for layer, coming in enumerate(self._found[1]):
             found[layer, [one.expert for one in coming]] = True
         return found
 
     def bring(self, layer: int) -> None:
         """Begin to copy who comes of a layer, and let it wait for them."""
-        coming, driver = self._coming[layer], self._driver
+        coming, driver = self._found[1][layer], self._driver
         if not coming:
             return
         for one in coming:

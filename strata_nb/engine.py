@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from strata_nb import cpu, models
 from strata_nb.cache.routing import forced_routes
 from strata_nb.errors import ConfigError
 from strata_nb.gguf import GGUFFile
-from strata_nb.models.description import bytes_text
 from strata_nb.options import (
     DEFAULT_CONTEXT_LIMIT,
     DEFAULT_PREFILL_ROWS,
@@ -29,8 +27,10 @@ from strata_nb.options import (
     Options,
     Sampling,
 )
+from strata_nb.refusals import not_traced, refuse_on_backend, refuse_on_judge
+from strata_nb.reports import Report, VramReport
 from strata_nb.session import Generation, Session, Token
-from strata_nb.steps import WINDOW_ROWS, DeviceReport, ReferenceSteps, Row, StepModel
+from strata_nb.steps import WINDOW_ROWS, ReferenceSteps, Row, StepModel
 from strata_nb.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -42,65 +42,6 @@ if TYPE_CHECKING:
     from strata_nb.progress import Progress
 
 __all__ = ["Engine", "Generation", "Report", "Session", "Token", "VramReport"]
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Describe where an open model is and how its experts were found.
-
-    devices           each with its own figures; none for the judge
-    slots, resident   expert slots of all devices, and how many hold an expert
-    hit_rate          share of the choices of experts that found a slot; None before the first
-                      choice, and where there are no slots
-    hits, misses      of these choices, also where there are no slots: then all are misses
-    inserted, inserted_bytes   experts that came to slots since the start, and their bytes
-    missed_bytes      of the experts that misses read
-    link_bytes        that devices took from host memory for experts: by misses, and by copies
-    filled            missed experts that a card brought to slots itself, on their way
-    streamed, streamed_bytes   missed experts that were copied for prompt batches, and their bytes
-    cpu_experts, cpu_bytes   missed experts that the CPU computed instead, and their bytes
-    cpu_wait_s        that the card waited for it
-    kv_cells          of K/V that there is memory for
-    bytes_by_owner    of the devices' memory
-    """
-
-    devices: tuple[DeviceReport, ...]
-    slots: int
-    resident: int
-    hit_rate: float | None
-    hits: int
-    misses: int
-    inserted: int
-    inserted_bytes: int
-    missed_bytes: int
-    link_bytes: int
-    filled: int
-    streamed: int
-    streamed_bytes: int
-    cpu_experts: int
-    cpu_bytes: int
-    cpu_wait_s: float
-    kv_cells: int
-    bytes_by_owner: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class VramReport:
-    """Answer a request to leave memory free; MiB are whole, rounded down.
-
-    reserve_mib            that is to stay free, and vram_free_mib that is
-    expert_slots           that there are now, expert_cache_mib what they take
-    expert_slots_full      that there can be when nobody else needs memory, likewise
-    prompt_chunk           rows of a prompt batch
-    """
-
-    reserve_mib: int
-    expert_slots: int
-    expert_slots_full: int
-    expert_cache_mib: int
-    expert_cache_full_mib: int
-    vram_free_mib: int
-    prompt_chunk: int
 
 
 class Engine:
@@ -156,49 +97,16 @@ class Engine:
             self._model = self._on_device = self._open_device(
                 file, options, progress, compiling, resources
             )
+        resources.callback(self._model.close)  # at once: it ends before its backend
         self.warnings += self._model.warnings
         self.off = [] if self._on_device is None else self._on_device.off
         self._resources = resources.pop_all()
-        self._resources.callback(self._model.close)
         self.load_s = time.perf_counter() - started
 
     def _open_judge(
         self, file: GGUFFile, options: Options, progress: Progress | None
     ) -> ReferenceSteps:
-        if options.trace is not None:
-            raise _not_traced(options.trace, REFERENCE)
-        for value, flag in (
-            (options.profile_path(), "--expert-profile"),
-            (options.expert_profile_save, "--expert-profile-save"),
-            (options.routing_trace, "--routing-trace"),
-            (None if options.expert_cache == "auto" else options.expert_cache, "--expert-cache"),
-            (None if options.adapt == "insert" else options.adapt, "--adapt"),
-            (options.vram_reserve_mib, "--vram-reserve-mib"),
-            (options.vram_limit and bytes_text(options.vram_limit), "--vram-limit"),
-            (options.kv_grow_init, "--kv-grow-init"),
-            (options.kv_grow_step, "--kv-grow-step"),
-            (options.kv_grow or None, "--kv-grow"),
-            (options.vram_elastic or None, "--vram-elastic"),
-        ):
-            if value is not None:
-                given = flag if value is True else f"{flag} {value}"
-                raise ConfigError(
-                    f"{given}: the reference device has no memory of its own, no slots, and "
-                    "counts no experts",
-                    hint="leave it out, or use another --device",
-                )
-        if not options.overlap:
-            raise _nothing_overlaps(REFERENCE)
-        if not options.prefill_borrow:
-            raise _nothing_borrows(REFERENCE)
-        if (of_pool := _pool_flag(options)) is not None:
-            raise _nothing_pools(of_pool, REFERENCE)
-        if options.deterministic:
-            raise ConfigError(
-                "--deterministic: the products of the reference device are numpy's, whose rounding "
-                "depends on how a prompt is cut and on the number of threads",
-                hint="leave it out, or use another --device",
-            )
+        refuse_on_judge(options)
         forced = None
         if options.force_routes is not None:  # read first: to load a model takes longer
             model = self.description
@@ -234,7 +142,7 @@ class Engine:
             nonlocal recorder
             if options.trace is not None:
                 if device == "host":
-                    raise _not_traced(options.trace, device)
+                    raise not_traced(options.trace, device)
                 recorder = Recorder(options.trace, say=lambda line: self.say(line))
                 resources.callback(recorder.close)
             return recorder
@@ -245,16 +153,9 @@ class Engine:
         else:
             backend = open_backend(self.device, self.threads, record)
         resources.callback(backend.close)
-        if not options.overlap:
-            if not backend.overlaps:
-                raise _nothing_overlaps(self.device)
-            backend.overlaps = False
-        if options.deterministic:
-            backend.same_bits = True
-        if not options.prefill_borrow and not backend.batches_apart:
-            raise _nothing_borrows(self.device)
-        if (of_pool := _pool_flag(options)) is not None and not backend.pools:
-            raise _nothing_pools(of_pool, self.device)
+        refuse_on_backend(options, backend, self.device)
+        backend.overlaps = backend.overlaps and options.overlap
+        backend.same_bits = backend.same_bits or options.deterministic
         if options.prefill == "auto":
             self.prefill_rows = min(backend.usual_rows(options.vram_limit), self.ctx_size)
         self.warnings += backend.warnings
@@ -322,33 +223,7 @@ class Engine:
 
     def describe(self) -> Report:
         """Describe devices, slots and K/V as they are now, and how experts were found so far."""
-        report = self._model.report()
-        owners: dict[str, int] = {}
-        for device in report.devices:
-            for owner, size in device.bytes_by_owner.items():
-                owners[owner] = owners.get(owner, 0) + size
-        choices = report.hits + report.misses
-        slots = sum(device.slots for device in report.devices)
-        return Report(
-            report.devices,
-            slots,
-            sum(device.resident for device in report.devices),
-            report.hits / choices if choices and slots else None,
-            report.hits,
-            report.misses,
-            report.inserted,
-            report.inserted_bytes,
-            report.missed_bytes,
-            report.link_bytes,
-            report.filled,
-            report.streamed,
-            report.streamed_bytes,
-            report.cpu_experts,
-            report.cpu_bytes,
-            report.cpu_wait_s,
-            sum(device.kv_cells for device in report.devices),
-            owners,
-        )
+        return self._model.report()
 
     def look(self) -> Look:
         """Look at the chunks of the device's memory as they are now; the judge has none."""
@@ -506,39 +381,3 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _nothing_overlaps(device: str) -> ConfigError:
-    return ConfigError(
-        f"--no-overlap: the device {device} begins no kernel before another has ended",
-        hint="leave it out, or use a card: --device cuda",
-    )
-
-
-def _nothing_borrows(device: str) -> ConfigError:
-    return ConfigError(
-        f"--no-prefill-borrow: the device {device} borrows nothing for prompts",
-        hint="leave it out, or use a card: --device cuda",
-    )
-
-
-def _pool_flag(options: Options) -> str | None:
-    """Return what says something of experts that the CPU computes beside a card; None: nothing."""
-    if options.pcie_frac != "auto":
-        return "--pcie-frac"
-    return None if options.cpu_pool else "--no-cpu-pool"
-
-
-def _nothing_pools(flag: str, device: str) -> ConfigError:
-    return ConfigError(
-        f"{flag}: the device {device} shares no experts with the CPU",
-        hint="leave it out, or use a card: --device cuda",
-    )
-
-
-def _not_traced(path: str | os.PathLike[str], device: str) -> ConfigError:
-    return ConfigError(
-        f"--trace {os.fspath(path)}: the device {device} has no memory of its own, of which every "
-        "chunk could be followed",
-        hint="give a device with memory of its own: --device host:1x512MiB",
-    )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_later() -> Iterator[None]:
-    """Raise a KeyboardInterrupt at the end of the block instead of in it."""
+    """Let Ctrl-C do what it does at the end of the block instead of in it."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are handled in the main thread alone
         return
@@ -30,4 +30,6 @@ def interrupts_later() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, handler)
         if interrupted and callable(handler):
-            handler(signal.SIGINT, None)
+            handler(signal.SIGINT, None)  # no second signal: whoever counts them counts one
+        elif interrupted:
+            signal.raise_signal(signal.SIGINT)  # which ends the process, or is ignored

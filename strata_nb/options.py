@@ -121,8 +121,7 @@ class Options:
     kv_grow_step    cells that it grows by; None: an eighth of the context, 64 to 8,192
     deterministic   a row's bits depend on its own tokens alone: not on how a prompt is cut, on the
                     number of threads, or on which experts are resident. The host always does so,
-                    and so do cards where the CPU computes none of the experts that they miss,
-                    but for prompt batches on cards of compute capability 9.0
+                    and so do cards, where that is asked for
     overlap         whether a card begins a kernel while the one in front of it ends, if it can; the
                     bits are the same
     prefill_borrow  whether a prompt on a card borrows memory for the experts that it misses: what

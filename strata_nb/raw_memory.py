@@ -33,7 +33,6 @@ def _reader(llvm: ir.Type, result: Any) -> Callable[..., Any]:
 load_u8 = _reader(ir.IntType(8), types.uint8)
 load_u16 = _reader(ir.IntType(16), types.uint16)
 load_u32 = _reader(ir.IntType(32), types.uint32)
-load_u64 = _reader(ir.IntType(64), types.uint64)
 load_i64 = _reader(ir.IntType(64), types.int64)
 load_f32 = _reader(ir.FloatType(), types.float32)
 

@@ -19,7 +19,7 @@ from threadpoolctl import ThreadpoolController
 from strata_nb.errors import ConfigError, StrataError
 from strata_nb.kernels.reference import Floats
 from strata_nb.models import ReferenceModel, ReferenceState
-from strata_nb.models.description import bytes_text
+from strata_nb.reports import Report
 from strata_nb.sampling import Choice, sample
 
 Result = TypeVar("Result")
@@ -34,69 +34,6 @@ class Row(NamedTuple):
     sequence: int
     token: int
     wants_logits: bool
-
-
-class DeviceReport(NamedTuple):
-    """Describe one device.
-
-    name              for people
-    free_bytes        of its memory, within the limit
-    total_bytes       of its memory: the limit, or all
-    device_bytes      all of its memory; these three are None where it is the machine's
-    reserve_bytes     that are to stay free for others
-    slots, resident   expert slots, and how many hold an expert
-    kv_cells          of K/V that there is memory for
-    bytes_by_owner    of the device's memory; what the driver, its modules and graphs and other
-                      programs have is "outside". With what is free they are all of it
-    """
-
-    name: str
-    free_bytes: int | None
-    total_bytes: int | None
-    device_bytes: int | None
-    reserve_bytes: int
-    slots: int
-    resident: int
-    kv_cells: int
-    bytes_by_owner: dict[str, int]
-
-    @property
-    def limit_text(self) -> str:
-        """Say in words that the device counts as a smaller one; empty where it does not."""
-        if self.total_bytes is None or self.device_bytes is None:
-            return ""
-        if self.total_bytes == self.device_bytes:
-            return ""
-        return f"limited to {bytes_text(self.total_bytes)} of {bytes_text(self.device_bytes)}"
-
-
-class ModelReport(NamedTuple):
-    """Describe a model that is open: its devices, and how the choices of its routers were met.
-
-    hits     choices of an expert that found it in a slot
-    misses   choices that found it in host memory
-    inserted, inserted_bytes   experts that came to slots since the start, and their bytes
-    missed_bytes    of the experts that misses read
-    link_bytes      that the device took from host memory for experts: by misses, and by copies
-    filled          missed experts that a device brought to slots itself, on their way
-    streamed, streamed_bytes   missed experts that were copied for prompt batches, and their bytes
-    cpu_experts, cpu_bytes   missed experts that the CPU computed instead, and their bytes
-    cpu_wait_s      that the device waited for it
-    """
-
-    devices: tuple[DeviceReport, ...]
-    hits: int
-    misses: int
-    inserted: int
-    inserted_bytes: int
-    missed_bytes: int
-    link_bytes: int
-    filled: int
-    streamed: int
-    streamed_bytes: int
-    cpu_experts: int
-    cpu_bytes: int
-    cpu_wait_s: float
 
 
 class StepModel(Protocol):
@@ -154,7 +91,7 @@ class StepModel(Protocol):
                 makes no difference but in time
         """
 
-    def report(self) -> ModelReport:
+    def report(self) -> Report:
         """Describe the devices as they are now."""
 
     def close(self) -> None:
@@ -248,8 +185,8 @@ class ReferenceSteps:
                 self._states[sequence].rewind(length)
             raise
 
-    def report(self) -> ModelReport:
-        return ModelReport((), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+    def report(self) -> Report:
+        return Report((), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
     def close(self) -> None:
         with self._turn:

@@ -9,7 +9,7 @@ from make_model import make_model
 from model_shapes import ModelShape, Rule
 from rewrite_gguf import rewrite
 
-from strata_nb.device_model import ROPE_FACTORS
+from strata_nb.device_sizes import ROPE_FACTORS
 from strata_nb.formats import TensorType
 from strata_nb.gguf import GGUFFile
 

@@ -28,7 +28,7 @@ import gpu_warpgroups
 import numpy as np
 from greenlet import getcurrent, greenlet
 
-from strata_nb.kernels.gpu.binding import rebind
+from strata_nb.kernels.gpu.binding import Binder
 from strata_nb.kernels.gpu.intrinsics import WARP, BytesOf, ConstantTable, Intrinsic
 
 _FORMATS = {"i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "i64": "q", "f32": "f"}
@@ -143,7 +143,7 @@ def run(
         names.add(intrinsic.name)
         return _meaning(intrinsic, memory)
 
-    bound = rebind(kernel, meaning)
+    bound = Binder(meaning).bind(kernel)
     waits_at_its_entry = "await_previous" not in names
     memory.begin_launch()
     words = [np.float32(one) if isinstance(one, float) else one for one in arguments]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from strata_nb.device_model import SEQUENCES
+from strata_nb.device_opening import SEQUENCES
 from strata_nb.fill_plans import plan_type
 from strata_nb.formats import tensor_bytes
 from strata_nb.kernels.choices import CHOICE

@@ -368,7 +368,7 @@ def test_changes_follow_each_other_and_can_be_taken_back(
     ledger = ledger_of(world)
     start, sequence = ledger.plan.start, write_cells(ledger, 200)
     ledger.experts.fill(ALL)
-    addresses = [ledger._ranges[owner].base for owner in ("kv", "experts")]
+    addresses = [ledger._chunks.ranges[owner].base for owner in ("kv", "experts")]
     for change in (first, second):
         wanted = CHANGES[change](start)
         ledger.carry_out(wanted)
@@ -379,7 +379,7 @@ def test_changes_follow_each_other_and_can_be_taken_back(
     ledger.carry_out(start)
     assert ledger.account().given_back == ledger.plan.capacity - start.chunks
     assert ledger.experts.usable_slots == slots_at_start(ledger.plan)
-    assert addresses == [ledger._ranges[owner].base for owner in ("kv", "experts")]
+    assert addresses == [ledger._chunks.ranges[owner].base for owner in ("kv", "experts")]
     assert cells_are_whole(ledger, sequence)
     assert world.said == []
 
@@ -627,16 +627,16 @@ def life(world: World) -> Iterator[Callable[[], object]]:
     if ledger is None:
         return
     yield ledger.open
-    if not ledger._ranges:
+    if not ledger._chunks.ranges:
         yield ledger.open
     start = ledger.plan.start
     yield lambda: ledger.experts.fill(ALL)
     yield lambda: fork_and_write(ledger.kv)
     for change in ("the K/V grows from the arena", "memory is lent", "memory is given back"):
-        if ledger._ranges:
+        if ledger._chunks.ranges:
             yield partial(ledger.carry_out, CHANGES[change](start))
             yield lambda: swap_one(ledger.experts)
-    if ledger._ranges:
+    if ledger._chunks.ranges:
         yield lambda: ledger.carry_out(start)
     yield lambda: ledger.experts.fill(ALL)
     yield ledger.close

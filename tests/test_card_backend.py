@@ -19,13 +19,16 @@ from host_launches import normal
 from numpy.typing import NDArray
 
 from strata_nb import Sampling, card_backend, cuda_table, device_streaming
+from strata_nb.addresses import memory_view
 from strata_nb.card_backend import CardBackend, CardProgram
 from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
 from strata_nb.errors import DeviceLost, DriverError, StrataError
+from strata_nb.kernels import mailbox
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES
+from strata_nb.kernels.pool_state import WORDS
 from strata_nb.kernels.program import launch
 from strata_nb.kernels.reference import Floats
 from strata_nb.sampling import Choice, uniform
@@ -257,6 +260,25 @@ def test_tables_that_the_host_left_alone_are_not_sent_again() -> None:
         adding.run()
         assert table.calls["cuMemcpyAsync"] == before + 1
         backend.wait()
+
+
+def test_what_a_card_shares_with_the_cpu_begins_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("allocate", "allocate_host"):
+        taken = getattr(CudaDriver, name)
+
+        def used(driver: CudaDriver, size: int, *on: int, taken: Any = taken) -> int:
+            address: int = taken(driver, size, *on)
+            memory_view(address, size)[:] = 0xFF  # by somebody else, before
+            return address
+
+        monkeypatch.setattr(CudaDriver, name, used)
+    with simulated_card() as backend:
+        places = backend.open_pool(64, 256)
+        assert not memory_view(places.box, mailbox.box_bytes(64)).any()
+        for address, size in ((places.state, 8 * WORDS), (places.idle, 256)):
+            found = np.full(size, 0xFF, np.uint8)
+            backend.fetch(address, found)
+            assert not found.any()
 
 
 def test_arrays_larger_than_the_staging_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,15 @@ from gpu_card import Card
 from make_model import make_model
 from make_routes import make_routes
 
-from strata_nb import Engine, Options, Sampling, device_model, device_streaming, story_model
+from strata_nb import (
+    Engine,
+    Options,
+    Sampling,
+    device_layout,
+    device_opening,
+    device_streaming,
+    story_model,
+)
 from strata_nb.addresses import memory_view
 from strata_nb.backend import open_backend
 from strata_nb.device_model import DeviceModel
@@ -325,7 +333,8 @@ seen: list[GuardedBuffers] = []
 def test_no_kernel_writes_between_the_buffers_of_a_step(
     model_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_model, "Buffers", GuardedBuffers)
+    for module in (device_layout, device_opening):
+        monkeypatch.setattr(module, "Buffers", GuardedBuffers)
     seen.clear()
     # The record is sent as one run of memory, guards and all.
     pattern = np.full(GUARD_BYTES, PATTERN, np.uint8)

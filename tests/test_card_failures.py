@@ -5,6 +5,7 @@ right. Kernels do nothing here, so that every call of the driver can fail once i
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -17,7 +18,7 @@ from card_world import IMAGE, Entry
 from cuda_table_of_host import FailingTable, HostTable
 from device_world import load, make_tiny, random_tokens, read
 
-from strata_nb import Sampling, device_streaming
+from strata_nb import Sampling, device_pool, device_streaming
 from strata_nb.card_backend import CardBackend
 from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
@@ -133,6 +134,34 @@ def test_whichever_call_fails_once_is_told_and_leaves_nothing(tiny: Path) -> Non
                 _fails(tiny, name, nth)
 
 
+def test_a_call_that_fails_around_the_start_of_a_cpu_pool_leaves_no_thread(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def live(machine: Machine) -> None:
+        with (
+            closing(machine.open()) as backend,
+            closing(load(backend, tiny, ctx=64, rows=8, expert_cache="2", pcie_frac=0.5)) as model,  # type: ignore[arg-type]
+        ):
+            assert model._pool is not None
+
+    def threads() -> list[str]:
+        return [one.name for one in threading.enumerate() if one.name.startswith("strata-pool-")]
+
+    monkeypatch.setattr(device_pool, "pool_threads", lambda _: 2)
+    machine = Machine()
+    live(machine)
+    machine.cards.close()
+    for name in ("cuMemHostAlloc", "cuMemAlloc", "cuMemHostRegister", "cuMemGetInfo"):
+        for nth in {1, machine.table.calls[name]}:  # the last, behind the start of the threads too
+            failing = Machine()
+            failing.table.plan(name, nth)
+            with pytest.raises((DriverError, UnsupportedDevice), match="CUDA_ERROR_UNKNOWN"):
+                live(failing)
+            assert threads() == []
+            assert failing.cards.live() == {}, f"call {nth} of {name}"
+            failing.cards.close()
+
+
 @pytest.mark.parametrize("nth", [1, 2])
 def test_tables_are_sent_again_after_a_step_that_failed(
     machine: Machine, tiny: Path, nth: int
@@ -150,6 +179,24 @@ def test_tables_are_sent_again_after_a_step_that_failed(
         on_it = np.empty_like(model.kv.table)
         backend.fetch(shared.address, on_it)
         assert np.array_equal(on_it, model.kv.table)
+
+
+def test_a_table_whose_copy_failed_is_sent_again(machine: Machine, tiny: Path) -> None:
+    with on_card(machine, tiny) as model:
+        backend, tiers = model._backend, model.arena.tiers
+        assert isinstance(backend, CardBackend)
+        (shared,) = [one for one in backend._shared if one.table is tiers]
+        sequence, on_it = model.open_sequence(), np.empty_like(tiers.array)
+        for nth in range(1, 9):
+            backend.send(shared.address, np.full_like(on_it, 7))
+            tiers[:] = tiers.array.copy()
+            machine.table.plan("cuMemcpyAsync", nth)
+            with pytest.raises(DriverError, match="cuMemcpyAsync"):
+                read(model, sequence, [1])
+            machine.table.lift()
+            read(model, sequence, [1])
+            backend.fetch(shared.address, on_it)
+            assert np.array_equal(on_it, tiers.array), f"copy {nth}"
 
 
 def test_a_batch_in_which_a_call_failed_gives_back_what_it_borrowed(

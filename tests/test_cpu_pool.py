@@ -392,6 +392,19 @@ def test_a_thread_that_cannot_be_started_leaves_none_behind(
     assert workers() == set()
 
 
+def test_a_fork_says_nothing_in_the_mailbox_which_it_may_share(
+    layers: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pool_of(layers) as (made_pool, poster):
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        made_pool.close()
+        monkeypatch.undo()
+        message(poster)
+        ask(poster)
+        poster.write(mailbox.ABORT, 1)
+        until(lambda: not workers())
+
+
 FORK = """
 import warnings
 

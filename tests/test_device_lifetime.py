@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -167,6 +168,34 @@ def test_a_model_can_be_closed_in_any_state_and_twice(
         with pytest.raises(StrataError, match="closed"):
             model.open_sequence()
         check_usable(backend, tiny, exact)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), BrokenPipeError()], ids=repr)
+def test_what_fails_while_a_model_begins_to_close_leaves_nothing(
+    tiny: Path, exact: Floats, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    def fails() -> None:
+        raise failure
+
+    with closing(HostBackend(DEVICE, 1)) as backend:
+        model = load_tiny(backend, tiny)
+        assert model._elastic is not None
+        monkeypatch.setattr(model._elastic, "flush", fails)  # says what is unsaid
+        with pytest.raises(type(failure)):
+            model.close()
+        assert backend.driver.live() == {}
+        check_usable(backend, tiny, exact)
+
+
+def test_ctrl_c_while_a_model_closes_comes_when_nothing_is_left(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(HostBackend(DEVICE, 1)) as backend:
+        model = load_tiny(backend, tiny)
+        monkeypatch.setattr(model._steps, "end", lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            model.close()
+        assert backend.driver.live() == {}
 
 
 # Calls that fail.

@@ -5,22 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from filling_backend import FillingBackend, Layer
 from test_launch_ahead import PROMPT, begun, engine_of, model_of, write
+from test_launch_ahead_interrupts import check_any_line
 
-from strata_nb import Engine, Options, Sampling, device_pool
+from strata_nb import Engine, Options, Sampling, device_pool, formats
 from strata_nb.addresses import memory_view
 from strata_nb.cache.filling import cpu_count, missed_in_order
-from strata_nb.device_pool import LEANS, LEAST_POSTS, WINDOWS, DevicePool, why_no_pool
+from strata_nb.device_pool import (
+    LEANS,
+    LEAST_POSTS,
+    WINDOWS,
+    DevicePool,
+    NoAnswer,
+    pool_layers,
+    pool_places,
+    why_no_pool,
+)
+from strata_nb.device_steps import DeviceSteps
+from strata_nb.errors import DeviceLost, DriverError
 from strata_nb.fill_plans import SHARE_UNITS, plan_type
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels import mailbox
 from strata_nb.kernels.gpu.pooled import PoolPlaces
 from strata_nb.kernels.pool_state import (
+    ABORTED,
     ALONE_NS,
     BESIDE,
     CHOICES,
@@ -31,6 +45,7 @@ from strata_nb.kernels.pool_state import (
     WORDS,
 )
 from strata_nb.loading import ExpertPart
+from strata_nb.models.tensors import EXPERT_PARTS
 
 
 class FakePool:
@@ -129,8 +144,9 @@ def test_threads_are_awake_while_windows_are_in_flight_and_what_they_did_is_coun
 ) -> None:
     with pooling(small) as engine:
         assert len(write(begun(engine), 30)) == 30
-        report, (pool,) = engine.describe(), pools
+        (pool,) = pools
         assert not pool.is_awake
+        report = engine.describe()
         assert report.cpu_experts == pool.experts > 0
         assert report.cpu_bytes == 100 * pool.experts
         assert report.misses > report.cpu_experts
@@ -160,6 +176,30 @@ def test_threads_rest_when_the_window_in_flight_is_dropped_or_broken_off(
         assert not pools[0].is_awake
 
 
+def test_after_ctrl_c_at_any_line_threads_rest_and_answers_go_on(small: Path) -> None:
+    with pooling(small) as engine:
+        check_any_line(engine, 13)  # the device says whether they were awake when it wanted them
+        assert pools[0].experts > 0
+        assert not pools[0].is_awake
+
+
+def test_threads_rest_when_what_was_in_flight_cannot_be_waited_for(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        device._queue.clear()
+        raise DriverError("wait", 1, "no")
+
+    with pooling(small) as engine:
+        session, device = begun(engine), device_of(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(model_of(engine)._steps.windows, "land", lost)
+            patch.setattr(device, "wait", lost)
+            with pytest.raises(DriverError):
+                write(session, 3)
+        assert not pools[0].is_awake
+
+
 def test_a_window_that_waited_in_vain_is_read_again_without_the_cpu(small: Path) -> None:
     said: list[str] = []
     with pooling(small) as engine:
@@ -183,9 +223,36 @@ def test_a_window_that_waited_in_vain_is_read_again_without_the_cpu(small: Path)
         assert not pools[0].is_awake
 
 
+def test_an_engine_that_is_interrupted_while_it_opens_ends_its_threads(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    is_closed: list[bool] = []
+    close = PoolingBackend.close
+
+    def closed(self: PoolingBackend) -> None:
+        is_closed.append(pools[0].is_closed)  # else they would read what is freed here
+        close(self)
+
+    monkeypatch.setattr(PoolingBackend, "close", closed)
+    for owner, place in ((DeviceSteps, "use_pool"), (Engine, "off")):
+        pools.clear()
+        with monkeypatch.context() as patch:
+            if owner is DeviceSteps:
+                patch.setattr(owner, place, interrupted)
+            else:  # set when the model is there
+                patch.setattr(owner, place, property(None, interrupted), raising=False)
+            with pytest.raises(KeyboardInterrupt), pooling(small):
+                pass
+    assert is_closed == [True, True]
+
+
 def test_logits_that_waited_in_vain_are_computed_again(small: Path) -> None:
     with pooling(small) as engine:
         wanted = begun(engine).next_logits().copy()
+        assert not pools[0].is_awake
         device_of(engine).is_late = True
         session = engine.open_session()
         session.extend(PROMPT[:1])
@@ -195,6 +262,9 @@ def test_logits_that_waited_in_vain_are_computed_again(small: Path) -> None:
         assert pools[0].experts > 0
         assert device_of(engine).state[ERROR // 8] == LATE
         assert np.array_equal(found, wanted)
+        pool = model_of(engine)._pool
+        assert pool is not None
+        assert pool.share == 0
 
 
 @pytest.mark.parametrize("pcie_frac", [0.25, "auto"])
@@ -211,6 +281,18 @@ def test_a_device_that_experts_fill_without_holding_all_has_a_pool(
         # There is no room to measure the link with.
         assert model._pool is not None
         assert model._pool.share == SHARE_UNITS * (0.75 if pcie_frac == 0.25 else 0.5)
+
+
+def test_a_device_that_is_lost_while_its_link_is_measured_is_named(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        raise DeviceLost("copy", 1, "lost")
+
+    monkeypatch.setattr(device_pool, "link_rate", lost)
+    with pytest.raises(DeviceLost), pooling(small, pcie_frac="auto"):
+        pass
+    assert pools == []
 
 
 @pytest.mark.parametrize(
@@ -247,6 +329,27 @@ def test_experts_of_floats_are_left_to_the_card() -> None:
         assert why_no_pool(options, [{"gate": one} for one in parts]) == reason
 
 
+def test_a_pool_knows_of_each_layer_where_its_experts_are_and_how_they_are_packed() -> None:
+    kinds, homes = ((T.Q4_K, T.Q5_K, T.Q6_K), (T.Q8_0, T.Q8_0, T.Q4_K)), np.zeros((2, 3), np.int64)
+    parts = [
+        {name: ExpertPart(100 * n, kind, (64, 64)) for n, (name, kind) in enumerate(each)}
+        for each in (zip(EXPERT_PARTS, of_layer, strict=True) for of_layer in kinds)
+    ]
+    layers = pool_layers(parts, 256, 512, homes)
+    assert [(one.gate, one.up, one.down) for one in layers] == list(kinds)
+    assert [one.addresses for one in layers] == [int(row.ctypes.data) for row in homes]
+    assert layers[1][3:9] == (0, 100, 200, 256, 512, 3)
+
+
+def test_a_card_has_as_many_idle_bytes_as_eight_rows_of_any_down() -> None:
+    asked: list[tuple[int, int]] = []
+    device: Any = SimpleNamespace(open_pool=lambda *sizes: asked.append(sizes))
+    model: Any = SimpleNamespace(width=64, expert_width=512)
+    parts = [{EXPERT_PARTS[2]: ExpertPart(0, kind, (64, 512))} for kind in (T.Q4_K, T.Q8_0)]
+    pool_places(device, model, parts)
+    assert asked == [(64, 8 * formats.row_bytes(T.Q8_0, 512))]
+
+
 def test_in_runs_that_are_no_windows_nobody_goes_to_the_cpu(small: Path) -> None:
     with pooling(small) as engine:
         write(begun(engine), 5)
@@ -277,10 +380,21 @@ def test_the_share_follows_what_card_and_pool_needed() -> None:
     for _ in range(2 * WINDOWS):
         few.landed(state)
     assert few.share == SHARE_UNITS // 4
+    state[POSTS // 8] = LEAST_POSTS
     fixed = DevicePool(made, 0.25, lambda _: None, follows=False)  # type: ignore[arg-type]
     for _ in range(2 * WINDOWS):
         fixed.landed(state)
     assert fixed.share == SHARE_UNITS // 4
+
+
+def test_a_mailbox_that_lets_nobody_wait_is_told_apart_from_a_late_answer() -> None:
+    said: list[str] = []
+    pool = DevicePool(FakePool(), 0.5, said.append, follows=False)  # type: ignore[arg-type]
+    state = np.zeros(WORDS, np.int64)
+    state[ERROR // 8] = ABORTED
+    with pytest.raises(NoAnswer, match="no answer, and told it to wait no longer"):
+        pool.landed(state)
+    assert len(said) == 1
 
 
 def test_a_share_that_became_too_small_for_posts_is_tried_again() -> None:

@@ -20,7 +20,7 @@ from strata_nb import Engine, Options, Sampling
 from strata_nb.commands.reading import _from_host_memory
 from strata_nb.device_model import DeviceModel
 from strata_nb.device_streaming import ExpertStreaming, ring_bytes
-from strata_nb.errors import DriverError
+from strata_nb.errors import DeviceLost, DriverError
 from strata_nb.kernels.reference import Floats
 from strata_nb.steps import Row
 
@@ -98,6 +98,19 @@ def test_neither_copies_nor_layers_run_before_what_they_wait_for(
         assert streaming_of(model).streamed == places * SHAPE.layers < missing(model)
 
 
+def test_where_there_are_few_places_the_most_used_experts_come(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streams(model_file, expert_cache="0") as model:
+        monkeypatch.setattr(model.ledger, "lendable", lambda: 7)
+        read_in(model, IDS, 64)
+        used = model.arena.use.copy()
+        read_in(model, IDS, 64)
+        for of_layer, comes in zip(used, streaming_of(model).coming, strict=True):
+            assert comes.any()
+            assert of_layer[comes].min() >= of_layer[~comes].max()
+
+
 def test_each_blob_crosses_the_link_once_a_batch(
     model_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +133,16 @@ def test_a_batch_of_few_rows_reads_experts_in_place(model_file: Path) -> None:
             read_in(model, IDS[:rows], rows)
             assert (streaming_of(model).streamed > 0) == comes
             assert streaming_of(model).has_loan == comes
+
+
+def test_no_more_is_lent_than_a_batch_has_use_for(model_file: Path) -> None:
+    with streams(model_file, expert_cache="75%") as model:
+        read_in(model, IDS, 64)
+        read(model, model.open_sequence(), IDS[:1])  # behind which the loan is back
+        places = min(missing(model), 2 * int(model.arena.expert_tier.sum(axis=1).max()))
+        read_in(model, IDS, 64)
+        wanted_bytes = places * max(model.arena.layout.classes)
+        assert 0 <= model.ledger.loan()[1] - wanted_bytes < model.ledger.plan.chunk_bytes
 
 
 def test_slots_are_lent_where_there_is_nothing_else_and_filled_again(
@@ -215,7 +238,9 @@ def test_an_interrupt_while_it_is_decided_who_comes_leaves_nothing_half_decided(
         assert streaming_of(model).streamed == SHAPE.layers * SHAPE.experts
 
 
-def test_where_nothing_can_be_borrowed_a_line_says_so_once(model_file: Path, exact: Floats) -> None:
+def test_where_nothing_can_be_borrowed_a_line_says_so_once_until_it_can(
+    model_file: Path, exact: Floats
+) -> None:
     said: list[str] = []
     with streams(model_file, expert_cache="0", say=said.append) as model:
         model._backend.driver.faults.plan("create", forever=True)
@@ -227,6 +252,25 @@ def test_where_nothing_can_be_borrowed_a_line_says_so_once(model_file: Path, exa
         model._backend.driver.faults.lift()
         read_in(model, IDS, 64)
         assert streaming_of(model).streamed == missing(model)
+        read(model, model.open_sequence(), IDS[:1])  # behind which the loan is back
+        model._backend.driver.faults.plan("create", forever=True)
+        read_in(model, IDS, 64)
+        assert said == 2 * [line]
+
+
+def test_a_device_that_is_lost_while_memory_is_borrowed_is_named(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(_: int) -> tuple[int, int]:
+        raise DeviceLost("create", 1, "lost")
+
+    said: list[str] = []
+    with streams(model_file, expert_cache="0", say=said.append) as model:
+        with monkeypatch.context() as patch:
+            patch.setattr(model.ledger, "lend", lost)
+            with pytest.raises(DeviceLost):
+                read_in(model, IDS, 64)
+        assert said == []
 
 
 def test_choices_of_experts_that_came_for_a_batch_are_misses(model_file: Path) -> None:
@@ -234,6 +278,14 @@ def test_choices_of_experts_that_came_for_a_batch_are_misses(model_file: Path) -
         read_in(model, IDS, 64)
         assert model.arena.tally.tolist() == [0, 64 * SHAPE.layers * SHAPE.top_k]
         assert np.array_equal(model.arena.expert_address, model.arena.homes)
+    with streams(model_file, expert_cache="50%") as model:
+        read_in(model, IDS, 64)
+        away, before = model.arena.expert_tier.copy(), model.arena.tally.copy()
+        read_in(model, IDS, 64)
+        chosen = model.chosen(64)
+        misses = sum(int(away[layer, chosen[:, layer]].sum()) for layer in range(SHAPE.layers))
+        assert (model.arena.tally - before).tolist() == [chosen.size - misses, misses]
+        assert 0 < misses < chosen.size
 
 
 @pytest.mark.parametrize("cache", ["0", "50%"])

@@ -15,9 +15,10 @@ from kernel_memory import CONTEXT, EXTENTS, MAY_BE_ZERO, WRITTEN
 from make_model import make_model
 from numpy.typing import NDArray
 
-from strata_nb import device_model, models
+from strata_nb import device_layout, device_opening, models
 from strata_nb.addresses import memory_view
-from strata_nb.device_model import ROPE_FACTORS, DeviceModel
+from strata_nb.device_model import DeviceModel
+from strata_nb.device_sizes import ROPE_FACTORS
 from strata_nb.errors import ConfigError
 from strata_nb.fill_plans import plan_type
 from strata_nb.formats import TensorType, tensor_bytes
@@ -149,7 +150,8 @@ def opened(path: Path, **asked: bool) -> Iterator[Emitted]:
 
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(models, "emit_programs", recorded)
-        patch.setattr(device_model, "Buffers", RecordedBuffers)
+        for module in (device_layout, device_opening):
+            patch.setattr(module, "Buffers", RecordedBuffers)
         file = stack.enter_context(GGUFFile.open(path))
         backend = RecordingBackend(**asked)
         stack.callback(backend.close)

@@ -462,10 +462,10 @@ def test_tables_that_are_wrong_are_found(damage: Callable[[ExpertArena], None]) 
 def test_a_slot_without_memory_is_found(world: World) -> None:
     ledger = ledger_of(world)
     ledger.experts.fill(ALL)
-    ledger._ranges["experts"].retire(1)
+    ledger._chunks.ranges["experts"].retire(1)
     with pytest.raises(RuleViolation, match="rule 16"):
         ledger.check_integrity()
-    ledger._ranges["experts"].reinstate()
+    ledger._chunks.ranges["experts"].reinstate()
 
 
 def test_a_slot_is_published_after_its_copy_has_landed(world: World) -> None:

@@ -181,7 +181,7 @@ def test_a_file_that_may_not_be_read_is_refused(
     def deny(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("strata_nb.gguf.open", deny, raising=False)
+    monkeypatch.setattr("strata_nb.gguf_table.open", deny, raising=False)
     error = refusal(path)
     assert "may not read" in error.reason
     assert f"chmod u+r {path}" in error.hint

@@ -405,7 +405,7 @@ def test_a_block_without_memory_is_found(world: World) -> None:
     assert world.ledger is not None
     append(kv, kv.open_sequence(), [1] * 400)
     append(kv, kv.open_sequence(), [1] * 64)
-    range_ = world.ledger._ranges["kv"]
+    range_ = world.ledger._chunks.ranges["kv"]
     range_.retire(1)
     with pytest.raises(RuleViolation, match="rule 16"):
         world.ledger.check_integrity()
@@ -486,7 +486,7 @@ class Sequences(RuleBasedStateMachine):
         plan = self.ledger.plan
         kv, experts = min(kv, plan.kv_chunks), min(experts, plan.arena_chunks)
         held = [held for entry in self.kv.table for held in entry.tolist() if held]
-        kv_base = self.ledger._ranges["kv"].base
+        kv_base = self.ledger._chunks.ranges["kv"].base
         end = max((address + KV.block_bytes - kv_base for address in held), default=0)
         kv = max(kv, -(-end // plan.chunk_bytes))
         if kv + experts <= plan.capacity:

@@ -176,6 +176,17 @@ def test_no_window_reads_beyond_the_context(small: Path) -> None:
     check_same(small, use, ctx_size=40)
 
 
+def test_none_begins_ahead_of_the_last_cell_whoever_asks_for_it(small: Path) -> None:
+    with engine_of(small, ctx_size=70) as engine:
+        model, how = model_of(engine), [Choice((), Sampling(seed=1), 0.5)]
+        sequence = model.open_sequence()
+        token = 1
+        for _ in range(70):
+            (token,) = model.choose([Row(sequence, token, True)], how, how)
+        assert model.length(sequence) == 70
+        assert device_of(engine).begun == 70
+
+
 def test_what_was_begun_behind_the_end_of_an_answer_leaves_nothing(small: Path) -> None:
     with engine_of(small) as engine, nothing_ahead():
         ids = write(begun(engine), 30)
@@ -282,6 +293,24 @@ def test_routes_are_those_of_the_tokens_that_were_read(small: Path, tmp_path: Pa
     with engine_of(small, routing_trace=path, **HALF) as engine:
         assert np.array_equal(routes(engine, path), expected)
         assert device_of(engine).most_in_flight == 2
+
+
+def test_routes_of_a_window_that_is_repeated_are_kept_once(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "routes.npy"
+    with engine_of(small, routing_trace=path, **HALF) as engine:
+        session, model = begun(engine), model_of(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(model._elastic, "when_idle", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                write(session, 3)
+        write(session, 3)
+        engine.save_routing_trace(path)
+        assert model.length(session._sequence) == len(np.load(path))
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -431,6 +460,17 @@ def test_who_looks_at_each_token_wastes_one_window_at_most(small: Path) -> None:
 
     for options in ({}, HALF):
         check_same(small, use, **options)
+
+
+def test_what_a_policy_wants_behind_a_window_that_is_dropped_is_done(small: Path) -> None:
+    with engine_of(small, **HALF) as engine:
+        model = model_of(engine)
+        generation = begun(engine).generate(sampling=Sampling(seed=3), ignore_eos=True)
+        while model._steps._moves is None:
+            next(generation)
+        before = model._residency.inserted
+        engine.describe()
+        assert model._residency.inserted > before
 
 
 def test_policies_hear_of_the_tokens_that_they_were_not_asked_about(small: Path) -> None:

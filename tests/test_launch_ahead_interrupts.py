@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
+from device_world import SHAPE
 from filling_backend import FillingBackend
 from test_device_filling import check_tables
 from test_launch_ahead import HALF, PROMPT, begun, device_of, engine_of, model_of
@@ -21,6 +22,7 @@ from strata_nb import (
     Sampling,
     device_filling,
     device_model,
+    device_pool,
     device_steps,
     device_windows,
     session,
@@ -30,7 +32,14 @@ from strata_nb.session import Generation, Session
 
 WATCHED = {
     module.__file__
-    for module in (device_filling, device_model, device_steps, device_windows, session)
+    for module in (
+        device_filling,
+        device_model,
+        device_pool,
+        device_steps,
+        device_windows,
+        session,
+    )
 }
 SAMPLING = Sampling(seed=3, temperature=1.0)
 TOKENS = 12
@@ -98,6 +107,23 @@ def interrupted(engine: Engine, at: int, expected: list[int]) -> bool:
     return was_interrupted
 
 
+def check_any_line(engine: Engine, every: int) -> None:
+    """Interrupt generations at every so many lines of the steps behind their first tokens."""
+    expected = [token.id for token in writing(begun(engine), TOKENS)]
+    one, lines = begun(engine), Lines(None)
+    generation = writing(one, TOKENS)
+    for _ in range(4):
+        next(generation)
+    with traced(lines):
+        for _ in range(3):
+            next(generation)
+    assert device_of(engine).most_in_flight == 2
+    assert lines.seen > 150
+    one.close()
+    came = [interrupted(engine, at, expected) for at in range(1, lines.seen, every)]
+    assert came.count(True) > len(came) * 0.8
+
+
 FILLS = {**HALF, "opens": FillingBackend}
 
 
@@ -111,16 +137,30 @@ def test_after_ctrl_c_at_any_line_the_answer_goes_on_or_says_why_not(
         if not options:
             arena = model_of(engine).arena
             arena.fill(np.ndindex(arena.use.shape))  # type: ignore[arg-type]
-        expected = [token.id for token in writing(begun(engine), TOKENS)]
-        one, lines = begun(engine), Lines(None)
-        generation = writing(one, TOKENS)
-        for _ in range(4):
-            next(generation)
-        with traced(lines):
-            for _ in range(3):
+        check_any_line(engine, 5)
+
+
+def test_ctrl_c_at_any_line_while_a_window_is_dropped_leaves_nothing_of_it(small: Path) -> None:
+    with engine_of(small, **FILLS) as engine:
+        model, choices = model_of(engine), SHAPE.layers * SHAPE.top_k
+
+        def dropped(at: int | None) -> int:
+            """Drop a window, interrupted at a line; return how many lines that took."""
+            before, one, lines = model.arena.use.sum(), begun(engine), Lines(at)
+            generation = writing(one, TOKENS)
+            for _ in range(4):
                 next(generation)
-        assert device_of(engine).most_in_flight == 2
-        assert lines.seen > 150
-        one.close()
-        came = [interrupted(engine, at, expected) for at in range(1, lines.seen, 5)]
-        assert came.count(True) > len(came) * 0.8
+            assert model._steps._ahead is not None
+            with suppress(KeyboardInterrupt), traced(lines):
+                engine.describe()
+            check_tables(engine)
+            rows = model.length(one._sequence)
+            assert model.arena.use.sum() - before == rows * choices
+            assert model.arena.tally.sum() == model.arena.use.sum()
+            one.close()
+            return lines.seen
+
+        for at in range(1, dropped(None), 3):
+            dropped(at)
+        model.report()
+        assert model.kv.live_blocks == 0

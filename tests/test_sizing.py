@@ -28,7 +28,7 @@ from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
 from strata_nb.errors import ConfigError
 from strata_nb.models.description import bytes_text
-from strata_nb.steps import DeviceReport
+from strata_nb.reports import DeviceReport
 
 MIB = 1 << 20
 # Eight chunks of experts, and four of K/V for the whole context.

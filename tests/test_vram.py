@@ -24,8 +24,8 @@ from device_world import SHAPE, random_tokens
 
 from strata_nb import Engine, Options, Sampling
 from strata_nb.commands.control import ControlSocket, answer
-from strata_nb.engine import Report
 from strata_nb.errors import ConfigError, DriverError, RuleViolation
+from strata_nb.reports import Report
 
 GREEDY = Sampling(temperature=0)
 IDS = random_tokens(30)
@@ -221,7 +221,7 @@ def test_a_status_is_of_one_moment(engine: Engine, monkeypatch: pytest.MonkeyPat
     def at_a_moment() -> Report:
         slots = next(moments)
         devices = tuple(device._replace(slots=slots) for device in report.devices)
-        return replace(report, slots=slots, devices=devices)
+        return replace(report, devices=devices)
 
     monkeypatch.setattr(engine, "describe", at_a_moment)
     status = json.loads(answer(engine, "STATUS"))

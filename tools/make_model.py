@@ -65,7 +65,8 @@ from rewrite_gguf import Entry, add_entry, entry_of
 
 from strata_nb.errors import ConfigError, StrataError
 from strata_nb.formats import DEQUANTISABLE, TensorType, block_layout, row_bytes
-from strata_nb.gguf import DEFAULT_ALIGNMENT, GGUFFile
+from strata_nb.gguf import GGUFFile
+from strata_nb.gguf_table import DEFAULT_ALIGNMENT
 from strata_nb.text.merging import BYTE_OF_SYMBOL
 
 # Larger tensors repeat this many random values, shifted by a step that is prime to their number of

@@ -1,29 +1,21 @@
-"""Keep the account of one device's memory: which chunk belongs to whom.
+"""Keep the account of one device's memory, and answer what is asked of it.
 
-    capacity = experts + K/V + loan + spare + given back + stuck          at every step [9]
-
-The capacity is a number of chunks, fixed when the ledger is made; *given back* is the part of it
-that the system has. Opening is therefore the first of many changes, all of one kind: `carry_out`
-takes the `Holdings` that shall be and moves chunks until they are, or leaves all as it was. What is
-asked for (`grow_kv`, `set_reserve`, `lend`, ...) becomes `Holdings` by a pure function of
-requests.py, so the pairs of requests need no code of their own, and nothing else moves memory.
-
-Order of a change [8]: acquire, copy what is worth keeping out of what shrinks, publish, drain,
-unmap, map, publish what grew, and release to the system last, for that cannot be undone. One thread
-makes changes, between steps [17]. Rejected: an operation for each kind of request, whose pairs
-would all have to be proved.
+What is asked for (`grow_kv`, `set_reserve`, `lend`, ...) becomes `Holdings` by a pure function of
+requests.py, and `chunks.py` moves chunks until they are. Opening is the first of many changes, all
+of one kind, so the pairs of requests need no code of their own, and nothing else moves memory.
+Rejected: an operation for each kind of request, whose pairs would all have to be proved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Protocol
 
 import numpy as np
 
 from strata_nb.cache import requests
 from strata_nb.cache.accounts import Account, Change, LedgerReport, in_all
+from strata_nb.cache.chunks import Chunks
 from strata_nb.cache.experts import ExpertArena, Tier
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.kv_layout import BLOCK_CELLS
@@ -31,22 +23,12 @@ from strata_nb.cache.look import Look
 from strata_nb.cache.plan import Holdings, Memory, Plan, memory_within
 from strata_nb.cache.policy import Heat
 from strata_nb.cache.requests import Situation
-from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory, RuleViolation
+from strata_nb.errors import DeviceLost, DriverError, OutOfDeviceMemory
 from strata_nb.interrupts import interrupts_later
 from strata_nb.tracing import Announce
-from strata_nb.vmm import ChunkPool, MemoryDriver, Range
+from strata_nb.vmm import MemoryDriver
 
 RESERVE_ROUNDS = 4  # of giving and looking again, where others take memory at the same time
-
-
-class Tenant(Protocol):
-    """Use the memory of a range that a ledger maps."""
-
-    def place(self, base: int) -> None:
-        """Take the first address of the range, of which nothing is usable yet."""
-
-    def resize(self, usable_bytes: int) -> None:
-        """Use the first `usable_bytes`, and let tables name nothing behind them."""
 
 
 class Ledger:
@@ -79,20 +61,15 @@ class Ledger:
     ) -> None:
         self.reserve_bytes = plan.needs.reserve_bytes
         self.announce = announce
-        self._record = record
         self.device = device
         self.plan = plan
         self.kv = kv
         self.experts = experts
         self.heat: Callable[[], Heat] = experts.heat
+        self.growths = 0
         self._driver = driver
         self._say = say
-        self._pool = ChunkPool(driver, device, plan.chunk_bytes, say=say)
-        self._ranges: dict[str, Range] = {}  # "kv" and "experts", while they are open
-        self._loan = 0
-        self._moved = 0  # experts, in all changes so far
-        self.growths = 0
-        self._lost: DeviceLost | None = None
+        self._chunks = Chunks(driver, device, plan, kv, experts, say=say, record=record)
 
     def open(self) -> None:
         """Reserve addresses and map what the plan starts with, or leave nothing behind.
@@ -100,9 +77,7 @@ class Ledger:
         Raises DriverError. Where even undoing fails, `close` tries again.
         """
         try:
-            self._reserve("kv", self.plan.kv_chunks, self.kv)
-            arena_chunks = self.plan.arena_chunks + self.plan.loan_chunks
-            self._reserve("experts", arena_chunks, self.experts)
+            self._chunks.reserve()
             self._ask("open", lambda: self.plan.start)
         except DriverError as error:
             try:
@@ -111,36 +86,20 @@ class Ledger:
                 error.add_note(f"undoing failed as well: {another.message}")
             raise
 
-    def carry_out(self, wanted: Holdings, heat: Heat | None = None) -> None:
-        """Move chunks until every owner holds what is wanted, or leave all as it was.
+    def close(self) -> None:
+        """Let the tables name nothing here, drain, unmap and release; again, to retry.
 
-        heat   of the experts; None: as `Ledger.heat` says, which takes a millisecond
-
-        Of the experts the coldest leave, and are read in place afterwards; K/V blocks that are held
-        must fit in a smaller K/V. Raises DriverError. Addresses and K/V are then as before; experts
-        may have lost their slots, and what could not even be undone is said.
+        Sequences end. Raises DriverError after everything that could be done.
         """
-        if self._lost is not None:
-            raise self._lost
-        plan, parts = self.plan, (wanted.experts, wanted.kv, wanted.loan, wanted.spare)
-        behind = wanted.experts + wanted.loan
-        fits = wanted.kv <= plan.kv_chunks and wanted.experts <= plan.arena_chunks
-        fits = fits and behind <= plan.arena_chunks + plan.loan_chunks
-        if min(parts) < 0 or wanted.chunks > plan.capacity or not fits:
-            raise RuleViolation(9, f"{wanted} of {plan}")
-        with interrupts_later():
-            error = ""
-            try:
-                self._change(wanted, heat)
-            except BaseException as failure:
-                error = str(failure) or type(failure).__name__
-                if isinstance(failure, DeviceLost):
-                    self._lost = failure
-                raise
-            finally:
-                counts = asdict(self.account())
-                self._tell("account", chunk_bytes=plan.chunk_bytes, **counts, error=error)
-            self._check_account()
+        self.kv.clear()
+        self._chunks.close()
+
+    def carry_out(self, wanted: Holdings, heat: Heat | None = None) -> None:
+        """Move chunks as `Chunks.carry_out` does.
+
+        heat   of the experts; None: as `self.heat` says, which takes a millisecond
+        """
+        self._chunks.carry_out(wanted, self.heat if heat is None else lambda: heat)
 
     # Requests. Each raises DriverError, then all is as it was but for residency; where a device has
     # not what is asked for, OutOfDeviceMemory.
@@ -256,7 +215,8 @@ class Ledger:
         heat: Heat | None = None,
     ) -> Change:
         """Carry out what a request comes to, and announce it; then Ctrl-C may come."""
-        before, slots, moved, filled = self.holdings(), self.experts.usable_slots, self._moved, 0
+        before, slots = self.holdings(), self.experts.usable_slots
+        moved, filled = self._chunks.moved, 0
         with interrupts_later():
             error = ""
             try:
@@ -275,7 +235,7 @@ class Ledger:
                     slots,
                     self.experts.usable_slots,
                     self.experts.resident,
-                    self._moved - moved,
+                    self._chunks.moved - moved,
                     filled,
                     error,
                 )
@@ -288,7 +248,7 @@ class Ledger:
         try:
             return self.experts.fill(self.experts.hottest(self.heat()))
         except DeviceLost as error:
-            self._lost = error
+            self._chunks.lost = error
             raise
         except DriverError as error:
             self._say(f"device {self.device}: experts are read in place: {error.message}")
@@ -296,15 +256,15 @@ class Ledger:
 
     def _now(self) -> Situation:
         """Describe the ledger for a plan; asks the driver what is free."""
-        if self._lost is not None:
-            raise self._lost
+        if self._chunks.lost is not None:
+            raise self._chunks.lost
         needs, size = self.plan.needs, self.plan.chunk_bytes
         memory = self.memory()
-        left = self.plan.capacity - self._pool.account().capacity
+        left = self.plan.capacity - self._chunks.taken
         beyond_bytes = memory.free_bytes - self.reserve_bytes  # or owed, below 0
         taken_bytes = self.outside_bytes(memory) - self.plan.in_use_bytes
         expected_bytes = min(max(0, needs.outside_bytes - taken_bytes), needs.outside_bytes)
-        limits = {owner: range_.limit_chunks for owner, range_ in self._ranges.items()}
+        limits = {owner: range_.limit_chunks for owner, range_ in self._chunks.ranges.items()}
         return Situation(
             device=self.device,
             plan=self.plan,
@@ -320,12 +280,15 @@ class Ledger:
 
     def holdings(self) -> Holdings:
         """Return what each owner has now."""
-        return Holdings(
-            experts=self._mapped("experts") - self._loan,
-            kv=self._mapped("kv"),
-            loan=self._loan,
-            spare=self._pool.account().spare,
-        )
+        return self._chunks.holdings()
+
+    def account(self) -> Account:
+        """Return every chunk's owner."""
+        return self._chunks.account()
+
+    def loan(self) -> tuple[int, int]:
+        """Return address and size of what is lent from the end of the arena."""
+        return self._chunks.loan()
 
     def memory(self) -> Memory:
         """Ask the driver for the device's memory, within the limit."""
@@ -333,28 +296,8 @@ class Ledger:
 
     def outside_bytes(self, memory: Memory) -> int:
         """Return what is in use beside weights, buffers and chunks, once these are all there."""
-        chunks = self._pool.account().capacity
         in_use_bytes = memory.in_use_bytes - self.plan.needs.dense_bytes
-        return max(0, in_use_bytes - chunks * self.plan.chunk_bytes)
-
-    def account(self) -> Account:
-        """Return every chunk's owner."""
-        held, pool = self.holdings(), self._pool.account()
-        return Account(
-            capacity=self.plan.capacity,
-            experts=held.experts,
-            kv=held.kv,
-            loan=held.loan,
-            spare=held.spare,
-            given_back=self.plan.capacity - pool.capacity,
-            stuck=pool.stuck,
-        )
-
-    def loan(self) -> tuple[int, int]:
-        """Return address and size of what is lent from the end of the arena."""
-        held, size = self.holdings(), self.plan.chunk_bytes
-        base = self._ranges["experts"].base if held.loan else 0
-        return base + held.experts * size, held.loan * size
+        return max(0, in_use_bytes - self._chunks.taken * self.plan.chunk_bytes)
 
     def describe(self) -> LedgerReport:
         """Return slots, cells and bytes as they are now."""
@@ -375,7 +318,7 @@ class Ledger:
     def look(self) -> Look:
         """Return whose each chunk is, and what is in it, as they are now."""
         account, arena, kv = asdict(self.account()), self.experts, self.kv
-        bases = {owner: range_.base for owner, range_ in self._ranges.items()}
+        bases = {owner: range_.base for owner, range_ in self._chunks.ranges.items()}
         resident = np.argwhere(arena.expert_tier == Tier.SLOT)
         layers, experts = resident.T
         hits, misses = arena.tally.tolist()
@@ -399,187 +342,6 @@ class Ledger:
 
     def check_integrity(self) -> None:
         """Raise RuleViolation unless accounts balance and tables name only usable memory [16]."""
-        self._check_account()
-        self.kv.check_integrity(self._covers("kv"))
-        self.experts.check_integrity(self._covers("experts"))
-
-    def close(self) -> None:
-        """Let the tables name nothing here, drain, unmap and release; again, to retry.
-
-        Sequences end. Raises DriverError after everything that could be done.
-        """
-        self.kv.clear()
-        self._loan = 0
-        for owner in ("kv", "experts"):
-            self._resize(owner, 0)
-        if self._lost is None and self._ranges:
-            try:
-                self._drain()
-            except DeviceLost as error:
-                self._lost = error  # the pool will find out, and only close its books [15]
-        self.experts.reclaim()
-        try:
-            self._pool.close()
-        finally:
-            self._ranges = {
-                owner: range_
-                for owner, range_ in self._ranges.items()
-                if range_ in self._pool.ranges
-            }
-
-    def _reserve(self, owner: str, chunks: int, tenant: Tenant) -> None:
-        if chunks:
-            size, range_ = self.plan.chunk_bytes, self._pool.open_range(chunks)
-            self._ranges[owner] = range_
-            self._tell(
-                "range", owner=owner, address=range_.base, size=chunks * size, chunk_bytes=size
-            )
-            tenant.place(range_.base)
-
-    def _mapped(self, owner: str) -> int:
-        return self._ranges[owner].mapped_chunks if owner in self._ranges else 0
-
-    def _covers(self, owner: str) -> Callable[[int, int], bool]:
-        return lambda address, size: self._ranges[owner].covers(address, size)
-
-    def _targets(self, wanted: Holdings) -> dict[str, int]:
-        """Return how many chunks each open range shall map."""
-        targets = {"kv": wanted.kv, "experts": wanted.experts + wanted.loan}
-        return {owner: targets[owner] for owner in self._ranges}
-
-    def _change(self, wanted: Holdings, heat: Heat | None) -> None:
-        before = self.holdings()
-        try:
-            self._acquire(wanted)
-            self._keep(wanted, heat)
-            self._withdraw(wanted)
-            self._map(wanted)
-        except DeviceLost:
-            raise
-        except BaseException:
-            self._undo(before)
-            raise
-        self._publish(wanted)
-        self._release(wanted.spare)
-
-    def _acquire(self, wanted: Holdings) -> None:
-        """Create what is missing for the whole change, before anything else changes."""
-        account = self._pool.account()
-        missing = wanted.chunks - (account.mapped + account.spare)
-        if account.capacity + max(0, missing) > self.plan.capacity:
-            numbers = {"wanted": wanted.chunks, "of": self.plan.capacity, "stuck": account.stuck}
-            raise OutOfDeviceMemory(
-                "carry_out", 0, "chunks are stuck", device=self.device, numbers=numbers
-            )
-        if missing > 0:
-            self._pool.prepare(account.spare + missing)
-
-    def _keep(self, wanted: Holdings, heat: Heat | None) -> None:
-        """Copy what is worth keeping out of memory that owners are about to lose.
-
-        Live K/V blocks move below the new end, and hot experts to slots that stay. Those of colder
-        experts are drained before they are written.
-        """
-        size, held = self.plan.chunk_bytes, self.holdings()
-        if wanted.kv < held.kv:
-            self.kv.compact(wanted.kv * size // self.kv.layout.block_bytes)
-        if wanted.experts >= held.experts:
-            return
-        heat = self.heat() if heat is None else heat
-        moves = self.experts.moves_into(wanted.experts * size, heat)
-        if moves:
-            self.experts.make_way(moves)
-            self._drain()
-            self.experts.reclaim()
-            self.experts.move(moves)
-            self._moved += len(moves)
-
-    def _withdraw(self, wanted: Holdings) -> None:
-        """Take from owners what they shall not have: publish, drain, unmap [7]."""
-        size, held, targets = self.plan.chunk_bytes, self.holdings(), self._targets(wanted)
-        surplus = {
-            owner: max(0, range_.mapped_chunks - targets[owner])
-            for owner, range_ in self._ranges.items()
-        }
-        lost_slots, loan_ends = wanted.experts < held.experts, wanted.loan < held.loan
-        if not (lost_slots or loan_ends or any(surplus.values())):
-            return
-        self._resize("kv", min(wanted.kv, held.kv) * size)
-        self._resize("experts", min(wanted.experts, held.experts) * size)
-        for owner, range_ in self._ranges.items():
-            range_.retire(surplus[owner])
-        try:
-            self._drain()
-        except BaseException:
-            for range_ in self._ranges.values():
-                range_.reinstate()
-            raise
-        self.experts.reclaim()
-        for range_ in self._ranges.values():
-            range_.shrink()
-
-    def _map(self, wanted: Holdings) -> None:
-        """Give owners what they shall have, from spare chunks; nothing is published."""
-        missing = {
-            owner: max(0, target - self._mapped(owner))
-            for owner, target in self._targets(wanted).items()
-        }
-        needed, spare = sum(missing.values()), self._pool.account().spare
-        if needed > spare:  # chunks that could not be unmapped: stuck
-            numbers = {"needed": needed, "spare": spare}
-            raise OutOfDeviceMemory(
-                "carry_out", 0, "chunks are stuck", device=self.device, numbers=numbers
-            )
-        for owner, count in missing.items():
-            self._ranges[owner].grow(count)
-
-    def _publish(self, held: Holdings) -> None:
-        """Let each owner use what is mapped for it."""
-        self._loan = held.loan
-        self._resize("kv", held.kv * self.plan.chunk_bytes)
-        self._resize("experts", held.experts * self.plan.chunk_bytes)
-
-    def _resize(self, owner: str, usable_bytes: int) -> None:
-        """Let an owner's tables name its first `usable_bytes`."""
-        tenant: Tenant = self.kv if owner == "kv" else self.experts
-        tenant.resize(usable_bytes)
-        if owner in self._ranges:
-            base = self._ranges[owner].base
-            self._tell("publish", owner=owner, address=base, size=usable_bytes)
-
-    def _tell(self, kind: str, **fields: object) -> None:
-        if self._record is not None:
-            self._record({"kind": kind, "device": self.device, **fields})
-
-    def _release(self, spare: int) -> None:
-        """Give the system what is spare beyond `spare`; a chunk that fails is stuck, and said."""
-        surplus = self._pool.account().spare - spare
-        if surplus > 0:
-            self._pool.give_back(surplus)
-
-    def _undo(self, before: Holdings) -> None:
-        """Return to what was held; where the driver refuses that too, publish what there is."""
-        try:
-            self._withdraw(before)
-            self._map(before)
-        except DeviceLost:
-            raise
-        except DriverError as error:
-            self._say(f"device {self.device}: could not return to {before}: {error.message}")
-        arena = self._mapped("experts")
-        loan = min(before.loan, arena)
-        self._publish(Holdings(experts=arena - loan, kv=self._mapped("kv"), loan=loan))
-        self._release(before.spare)
-        self._check_account()
-
-    def _drain(self) -> None:
-        """Wait for all work of the device: what it could name may then be unmapped [7]."""
-        self._driver.synchronize(self.device)
-
-    def _check_account(self) -> None:
-        """Raise RuleViolation unless every chunk of the capacity has exactly one owner."""
-        self._pool.check_integrity()
-        account = self.account()
-        owned = account.experts + account.kv + account.loan + account.spare + account.stuck
-        if account.given_back < 0 or owned + account.given_back != account.capacity:
-            raise RuleViolation(9, f"device {self.device}: {account} does not add up")
+        self._chunks.check_account()
+        self.kv.check_integrity(self._chunks.covers("kv"))
+        self.experts.check_integrity(self._chunks.covers("experts"))

@@ -66,8 +66,8 @@ class ExpertArena:
 
     A slot is free, or holds one expert, or is *draining*: its expert left, and work that began
     before may still read it. The caller says when that has ended (`reclaim`); before, nothing is
-    written to it [7]. No driver call but `fill` and `move`, which copy and wait. What comes into a
-    slot or leaves one is announced (docs/trace.md).
+    written to it [7]. No driver call but `fill`, `begin_fill` and `move`, which copy. What comes
+    into a slot or leaves one is announced (docs/trace.md).
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from strata_nb.engine import Report
+    from strata_nb.reports import Report
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,7 @@ def answer(engine: Engine, line: str) -> str:
         if word == "VRAM":
             return _change_reserve(engine, rest.strip())
         if word == "STATUS" and not rest:
-            report = engine.describe()
-            devices = [device._asdict() for device in report.devices]
-            return json.dumps({**asdict(report), "devices": devices})
+            return json.dumps(engine.describe().figures())
     except StrataError as error:
         return f"ERR {word}: {' '.join(error.message.split())}"
     return f"ERR {word[:20]!a}: not understood; write VRAM [MIB] or STATUS"

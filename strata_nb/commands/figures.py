@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from strata_nb.engine import Engine, Generation, Report
+from strata_nb.engine import Engine, Generation
 from strata_nb.models.description import bytes_text
+from strata_nb.reports import Report
 from strata_nb.whole_files import whole_file
 
 STATS_SCHEMA = 1

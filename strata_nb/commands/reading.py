@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 from strata_nb.commands.terminal import note
-from strata_nb.engine import Engine, Report
+from strata_nb.engine import Engine
 from strata_nb.models.description import bytes_text
+from strata_nb.reports import Report
 
 EVERY_S = 1.0  # between two lines
 
@@ -26,7 +27,7 @@ class Reading:
         if seconds < EVERY_S:
             return
         report = self._engine.describe()
-        rate = (done - self._done) / max(seconds, 1e-9)
+        rate = (done - self._done) / seconds
         moved = _from_host_memory(self._before, report, seconds)
         note(f"read {done:,} of {total:,} prompt tokens, {rate:,.1f} tok/s{moved}")
         self._before, self._done, self._at = report, done, now
@@ -34,7 +35,7 @@ class Reading:
     def ended(self, tokens: int, seconds: float) -> None:
         """Say what reading all `tokens` took."""
         moved = _from_host_memory(self._first, self._engine.describe(), seconds)
-        note(f"read {tokens} prompt tokens in {seconds:.2f} s{moved}")
+        note(f"read {tokens:,} prompt tokens in {seconds:.2f} s{moved}")
 
 
 def _from_host_memory(before: Report, after: Report, seconds: float) -> str:

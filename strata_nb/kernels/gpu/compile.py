@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 from strata_nb.errors import UnsupportedDevice
-from strata_nb.kernels.gpu.binding import rebind
+from strata_nb.kernels.gpu.binding import Binder
 from strata_nb.kernels.gpu.intrinsics.intrinsic import SINCE, UNTIL, Intrinsic, llvm_type
 from strata_nb.kernels.gpu.intrinsics.memory import SHARED_NAME
 from strata_nb.kernels.gpu.intrinsics.ordering import AWAIT_PREVIOUS
@@ -58,11 +58,7 @@ def llvm_code(kernel: Function, kinds: Sequence[str], vendor: str = "ptx") -> tu
     vendor   "ptx" or "amdgpu": which bodies the intrinsics get
     """
     numba = _numba()
-    bound = rebind(
-        kernel,
-        lambda intrinsic: _numba_intrinsic(intrinsic, vendor),
-        _callee,
-    )
+    bound = _binder(vendor).bind(kernel)
     types = [getattr(numba.types, _WORDS[kind]) for kind in kinds]
     made = _compiled(bound, numba.types.void, tuple(types))
     library = made.library
@@ -213,6 +209,12 @@ def _numba() -> _Numba:
             hint="install what compiles them: pip install 'strata-nb[cuda]'",
         ) from error
     return _Numba(compiler, dispatcher, types, nvvm, nvjitlink, intrinsic, signature)
+
+
+@cache
+def _binder(vendor: str) -> Binder:
+    """Return what binds kernels, with one callee for all functions that are the same."""
+    return Binder(lambda intrinsic: _numba_intrinsic(intrinsic, vendor), _callee)
 
 
 def _callee(function: Function) -> Any:

@@ -25,6 +25,7 @@ from typing import Any
 from strata_nb.compiling import compiled, helper, inlined
 from strata_nb.kernels import mailbox
 from strata_nb.kernels.host import pool_words as at
+from strata_nb.kernels.host.activations import quantise_rows
 from strata_nb.kernels.host.gating import gate_sub_blocks
 from strata_nb.kernels.host.operations import share, word
 from strata_nb.kernels.host.products import FLOATS_LANES, load_some, store_some
@@ -361,4 +362,4 @@ def ask(box: int, post: int, clock: int) -> Any:
     return monotonic_ns(clock) - start
 
 
-FUNCTIONS = (begin, serve, call)
+FUNCTIONS = (begin, serve, call, ask, quantise_rows)  # with what measures a pool (`pool_rate.py`)
