@@ -132,7 +132,8 @@ def _operations(one: CardLaunch, rows: int) -> int:
     """Return how many operations a product of weights needs, 0 of other launches."""
     given = one.arguments
     if {"values", "outputs"} <= set(given):
-        return 2 * rows * given.get("top_k", 1) * given["values"] * given["outputs"]
+        matrices = 2 if "gate_offset" in given else 1
+        return 2 * matrices * rows * given.get("top_k", 1) * given["values"] * given["outputs"]
     return 0
 
 

@@ -150,7 +150,7 @@ class Backend(Protocol[Prepared]):
         """
 
     def packed_row_bytes(self, values: int) -> int:
-        """Return the bytes of a quantised row of activations."""
+        """Return the bytes that a buffer of quantised rows of activations has for each."""
 
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         """Let programs leave missed experts of a single row to the CPU; return what they share.

@@ -43,6 +43,7 @@ from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.pooled import PoolPlaces
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES, plain_read_launch
+from strata_nb.kernels.gpu.warpgroup_launches import room_of_halves
 from strata_nb.kernels.pool_state import WORDS
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
@@ -187,7 +188,7 @@ class CardBackend:
         return MOST_ROWS if most >= LARGE_CARD_BYTES else USUAL_ROWS
 
     def packed_row_bytes(self, values: int) -> int:
-        return row_bytes(values)
+        return row_bytes(values) + (room_of_halves(values) if self._by_warpgroups else 0)
 
     # Programs.
 
@@ -198,8 +199,13 @@ class CardBackend:
             rows,
             self._pool,
             same_bits=self.same_bits,
-            warpgroups=self.has_warpgroups and not self.same_bits,
+            warpgroups=self._by_warpgroups,
         )
+
+    @property
+    def _by_warpgroups(self) -> bool:
+        """Whether batches are multiplied by them."""
+        return self.has_warpgroups and not self.same_bits
 
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         box_bytes, state_bytes = mailbox.box_bytes(width), -(-8 * WORDS // 256) * 256

@@ -38,6 +38,7 @@ from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED, card_kernel
 from strata_nb.kernels.gpu.warpgroup_launches import (
     FEWEST_ROWS,
     WARPGROUP_KERNELS,
+    halves_at,
     rows_of_block,
     rows_of_tile,
     takes,
@@ -83,20 +84,26 @@ def with_batches(
 
     warpgroups   whether it has them, and bits may be others than those of windows
     """
-    number = 0
+    number, halved = 0, 0  # the address of rows that are there as halves
     while number < len(program):
         one = program[number]
         layer = [one for one in program[number : number + len(FUSED)] if isinstance(one, Launch)]
         if isinstance(one, Launch) and one.kernel == "linear" and one.variant in PACKED:
             given = arguments_of(one)
-            words = given | {"parts": warps_of(given["values"])}
-            name: str = "batch_linear"
-            variant: object = one.variant
             if warpgroups and takes(given["values"]) and rows >= FEWEST_ROWS:
-                name = "warpgroup_linear"
+                halves = halves_at(given["x"], rows, given["values"])
+                if halved != halves:
+                    yield _part("warpgroup_halves", one.label, given | {"halves": halves})
+                halved = halves
                 variant = one.variant, rows_of_block(rows, given["outputs"])
-            yield OF_BATCHES[name].part(words, variant, one.label)
-        elif isinstance(one, Launch) and one.kernel == "linear" and one.variant in UNPACKED:
+                yield _part("warpgroup_linear", one.label, given | {"x": halves}, variant)
+            else:
+                words = given | {"parts": warps_of(given["values"])}
+                yield _part("batch_linear", one.label, words, one.variant)
+            number += 1
+            continue
+        halved = 0
+        if isinstance(one, Launch) and one.kernel == "linear" and one.variant in UNPACKED:
             kind, values = TensorType(one.variant), arguments_of(one)["values"]
             made = card_launch(one)
             yield made if values % EIGHT else made._replace(kernel=batch_float_kernel(kind, values))
@@ -145,13 +152,11 @@ def _routed(
     products = {"sources": given["members"], "y": outer["products"], "offset": outer["down_offset"]}
     of_tile = rows_of_tile(rows, given["top_k"], given["experts"])
     both = takes(inner["values"]) and takes(outer["values"]) and gate == up
-    # Halves of the rows find a place in `other`, which nothing else of a card needs.
-    both = both and 2 * inner["values"] <= 4 * given["top_k"] * inner["outputs"]
     if warpgroups and both and of_tile:
-        halves = {"x": inner["other"]}
-        yield _part("warpgroup_halves", gate_up.label, inner | {"halves": inner["other"]})
+        halves = halves_at(inner["x"], rows, inner["values"])
+        yield _part("warpgroup_halves", gate_up.label, inner | {"halves": halves})
         yield _part("warpgroup_group", group.label, given, of_tile)
-        yield _part("warpgroup_gate_up", gate_up.label, inner | halves, (gate, of_tile))
+        yield _part("warpgroup_gate_up", gate_up.label, inner | {"x": halves}, (gate, of_tile))
         variant = TensorType(down.variant), of_tile  # type: ignore[arg-type]
         products |= {"x": inner["inner"]}
         yield _part("warpgroup_expert", down.label, outer | products, variant)

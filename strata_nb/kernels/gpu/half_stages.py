@@ -25,8 +25,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     f32,
     halves_of_f32,
     i32,
-    load_4xi32,
-    load_f32,
     shared_store_4xi32,
 )
 from strata_nb.kernels.gpu.intrinsics.warpgroups import (
@@ -40,11 +38,9 @@ from strata_nb.kernels.gpu.products import decoder_of
 
 WEIGHTS_BY, ROWS_BY = 64.0, 0.125
 UNIT = 1 / (WEIGHTS_BY * ROWS_BY)  # what sums are multiplied by
-QUANT_ROWS = 64  # of which each of 256 threads brings a quarter of a tile
-HALF_ROWS = 32  # of which each brings a piece of a tile
-_ROW_WORDS = 5  # of what a thread holds of a row
+ROWS_AT_ONCE = 32  # of which each of 256 threads brings a piece of a tile
 
-_TURNED = -0x7F7F7F80  # the highest bits of a word's bytes
+TURNED = -0x7F7F7F80  # the highest bits of a word's bytes
 _EXPONENTS = 0x64646464  # of halves of 1024
 _ONE = 1152
 _first_halves = BytesOf("first_halves", (0, 4, 1, 4))
@@ -64,73 +60,50 @@ def _both(x: Any) -> Any:
     return halves_of_f32(x, x)
 
 
-def _four(word: Any, less: Any, scale: Any, minus: Any) -> Any:
+def _four(word: Any, turn: int, less: Any, scale: Any, minus: Any) -> Any:
     """Return two words of halves of a word of four signed quants."""
-    turned = i32(word ^ _TURNED)
+    turned = i32(word ^ turn)
     first, second = _first_halves(turned, _EXPONENTS), _second_halves(turned, _EXPONENTS)
     first, second = add_halves(first, less), add_halves(second, less)
     return fma_halves(first, scale, minus), fma_halves(second, scale, minus)
 
 
-def _store_eight(place: Any, word: Any, next_word: Any, less: Any, scale: Any, minus: Any) -> None:
-    a, b = _four(word, less, scale, minus)
-    c, d = _four(next_word, less, scale, minus)
+def _store_eight(place: Any, words: Any, turn: int, less: Any, scale: Any, minus: Any) -> None:
+    a, b = _four(words[0], turn, less, scale, minus)
+    c, d = _four(words[1], turn, less, scale, minus)
     shared_store_4xi32(place, a, b, c, d)
 
 
 @cache
 def put_weights(kind: TensorType) -> Function:
-    """Return a device function (place, words, table) that stores 32 values of an output.
+    """Return a device function (place, words, table, turn) that stores 32 values of an output.
 
     place   of the first of their four pieces; the others lie around it, in the same 64 bytes
     words   what `Decoder.read` returned
     table   where the type's is
+    turn    `TURNED`, as a number that the compiler does not know: an instruction that masks and
+            turns bits has room for one constant only
     """
     form = decoder_of(kind)
     unpack, halves, minima = form.unpack, form.halves, form.minima
     less = _twice(-_ONE - form.offset)
 
-    def put(place: int, words: Any, table: int) -> None:
+    def put(place: int, words: Any, table: int, turn: int) -> None:
         a, b, c, d, e, f, g, h, low, high, minimum, high_minimum = unpack(words, table)
         by = f32(WEIGHTS_BY)
         scale, minus = _both(low * by), i32(0)
         if minima:
             minus = _both(-minimum * by)
-        _store_eight(place, a, b, less, scale, minus)
-        _store_eight(place ^ PIECE_BYTES, c, d, less, scale, minus)
+        _store_eight(place, (a, b), turn, less, scale, minus)
+        _store_eight(place ^ PIECE_BYTES, (c, d), turn, less, scale, minus)
         if halves:
             scale = _both(high * by)
             if minima:
                 minus = _both(-high_minimum * by)
-        _store_eight(place ^ 2 * PIECE_BYTES, e, f, less, scale, minus)
-        _store_eight(place ^ 3 * PIECE_BYTES, g, h, less, scale, minus)
+        _store_eight(place ^ 2 * PIECE_BYTES, (e, f), turn, less, scale, minus)
+        _store_eight(place ^ 3 * PIECE_BYTES, (g, h), turn, less, scale, minus)
 
     return put
-
-
-def _load_row(row: int, scale: int) -> Any:
-    return *load_4xi32(row), load_f32(scale)
-
-
-@cache
-def load_rows(count: int) -> Function:
-    """Return a device function (rows, at, scale_at): what a thread holds of so many rows, a quarter
-    of a tile of each: `_ROW_WORDS` words.
-
-    rows   addresses of the rows; at, scale_at   how much further quants and scale are
-    """
-
-    def one(rows: Any, at: int, scale_at: int) -> Any:
-        return _load_row(rows[0] + at, rows[0] + scale_at)
-
-    if count == 1:
-        return one
-    others = load_rows(count - 1)
-
-    def load(rows: Any, at: int, scale_at: int) -> Any:
-        return one(rows, at, scale_at) + others(rows[1:], at, scale_at)
-
-    return load
 
 
 def halves_of_quants(words: Any) -> Any:
@@ -140,35 +113,11 @@ def halves_of_quants(words: Any) -> Any:
     by = _both(scale * f32(ROWS_BY))
     zero = i32(0)
     return (
-        *_four(a, less, by, zero),
-        *_four(b, less, by, zero),
-        *_four(c, less, by, zero),
-        *_four(d, less, by, zero),
+        *_four(a, TURNED, less, by, zero),
+        *_four(b, TURNED, less, by, zero),
+        *_four(c, TURNED, less, by, zero),
+        *_four(d, TURNED, less, by, zero),
     )
-
-
-@cache
-def put_rows(count: int) -> Function:
-    """Return a device function (place, words) that stores what `load_rows` loaded.
-
-    place   of the first row's first piece; the second is the one beside it
-    """
-    further = QUANT_ROWS * ROW_BYTES
-
-    def one(place: int, words: Any) -> None:
-        a, b, c, d, e, f, g, h = halves_of_quants(words[:_ROW_WORDS])
-        shared_store_4xi32(place, a, b, c, d)
-        shared_store_4xi32(place ^ PIECE_BYTES, e, f, g, h)
-
-    if count == 1:
-        return one
-    others = put_rows(count - 1)
-
-    def put(place: int, words: Any) -> None:
-        one(place, words)
-        others(place + further, words[_ROW_WORDS:])
-
-    return put
 
 
 @cache
@@ -178,7 +127,7 @@ def copy_rows(count: int) -> Function:
 
     place   of the first row's piece; rows   addresses; at   how much further the pieces are
     """
-    further = HALF_ROWS * ROW_BYTES
+    further = ROWS_AT_ONCE * ROW_BYTES
 
     def one(place: int, rows: Any, at: int) -> None:
         copy_16(place, rows[0] + at)

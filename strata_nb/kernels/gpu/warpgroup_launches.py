@@ -1,5 +1,7 @@
 """Find the products of a prompt batch that warpgroups multiply (`warpgroup_products.py`).
 
+Quantised rows become halves first, which lie behind them: `room_of_halves`.
+
 batch_linear               warpgroup_linear
 batch_expert, batch_up     warpgroup_gate_up
 batch_expert               warpgroup_expert
@@ -19,6 +21,7 @@ from strata_nb.kernels.gpu.warpgroup_products import (
     warpgroup_linear_kernel,
 )
 from strata_nb.kernels.gpu.warpgroup_tiles import OUTPUTS
+from strata_nb.kernels.quantised_rows import row_bytes
 
 FEWEST_ROWS = 64  # of a step: with fewer, products of bytes read less
 _FEWEST_CHOICES = 8  # of an expert, on average: likewise
@@ -32,10 +35,6 @@ def _find(kernel: Any) -> Any:
 WARPGROUP_KERNELS: dict[str, CardKernel] = {
     "warpgroup_linear": card_kernel(
         "*rows *x *weight *bias *y values outputs add", _find(warpgroup_linear_kernel)
-    ),
-    "warpgroup_linear_of_halves": card_kernel(
-        "*rows *x *weight *bias *y values outputs add",
-        lambda variant, _: warpgroup_linear_kernel(*variant, halves=True),
     ),
     "warpgroup_expert": card_kernel(
         "*tiles *sources *targets *addresses *x *y offset values outputs experts top_k",
@@ -52,6 +51,16 @@ WARPGROUP_KERNELS: dict[str, CardKernel] = {
         lambda rows, given: group_kernel(given["top_k"], rows),
     ),
 }
+
+
+def room_of_halves(values: int) -> int:
+    """Return how many bytes a buffer of quantised rows has for each, besides the row itself."""
+    return 2 * values
+
+
+def halves_at(x: int, rows: int, values: int) -> int:
+    """Return where the halves of quantised rows are, in a buffer of so many or more rows at x."""
+    return x + rows * row_bytes(values)
 
 
 def takes(values: int) -> bool:

@@ -64,15 +64,14 @@ def _kernel(
 
 
 @cache
-def warpgroup_linear_kernel(
-    kind: TensorType, rows_of_block: int, *, halves: bool = False
-) -> GpuKernel:
+def warpgroup_linear_kernel(kind: TensorType, rows_of_block: int) -> GpuKernel:
     """Return `linear` of the table for many rows: grid (outputs, rows), by what a block has.
 
-    Reads the weights, and 1.1 bytes a value of the rows for each block's outputs.
+    x are halves, in units of `half_stages.ROWS_BY`.
+
+    Reads the weights, and 2 bytes a value of the rows for each block's outputs.
     """
-    product = block_product(kind, rows_of_block, halves=halves)
-    store = store_rows(rows_of_block)
+    product, store = block_product(kind, rows_of_block), store_rows(rows_of_block)
 
     def linear(
         rows: int,
@@ -98,8 +97,7 @@ def warpgroup_linear_kernel(
         _, outputs, _ = outputs_grid(1, arguments["outputs"], OUTPUTS)
         return outputs, blocks_of(most_rows, rows_of_block), 1
 
-    name = "warpgroup_linear_of_halves" if halves else "warpgroup_linear"
-    return _kernel(name, kind, rows_of_block, linear, grid, weights_read(kind))
+    return _kernel("warpgroup_linear", kind, rows_of_block, linear, grid, weights_read(kind))
 
 
 def _tile_of(tiles: int) -> Any:
@@ -139,8 +137,7 @@ def warpgroup_expert_kernel(kind: TensorType, rows_of_block: int) -> GpuKernel:
     Reads the matrix of each expert that was chosen once for each of its tiles, and 2 bytes a value
     of the rows for each block's outputs.
     """
-    product = block_product(kind, rows_of_block, halves=True)
-    store = store_rows(rows_of_block)
+    product, store = block_product(kind, rows_of_block), store_rows(rows_of_block)
 
     def expert(
         tiles: int,
@@ -178,8 +175,7 @@ def warpgroup_gate_up_kernel(kind: TensorType, rows_of_block: int) -> GpuKernel:
 
     Reads both matrices as `warpgroup_expert` does, and writes 2 bytes for each output of a choice.
     """
-    product = block_product(kind, rows_of_block, halves=True)
-    store = store_gated(rows_of_block)
+    product, store = block_product(kind, rows_of_block), store_gated(rows_of_block)
 
     def gate_up(
         tiles: int,
@@ -212,11 +208,10 @@ _PIECE = 16  # values of a thread
 
 
 def _halves(rows: int, x: int, halves: int, values: int) -> None:
-    row = i64(block_y())
+    row, sub_blocks = i64(block_y()), values >> 5
     number, pieces = i32(_PIECES * block_x() + thread_index()), i32(values >> 4)
     if row >= load_i64(rows) or number >= pieces:
         return
-    sub_blocks = values >> 5
     source = x + row * sub_blocks * SUB_BLOCK_BYTES
     words = load_4xi32(source + _PIECE * number)
     scale = load_f32(source + SCALES * sub_blocks + 4 * (number >> 1))

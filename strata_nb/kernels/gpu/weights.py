@@ -46,6 +46,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     load_i32,
     load_u8,
     load_u16,
+    shifted_down,
 )
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.packing import Field, fields
@@ -391,8 +392,9 @@ def _six_bits(words: Any) -> Any:
     """Return the pair of group scales of a sub-block, of six bits each, as `_read_steps` found
     them."""
     a, b, high, inner = words
-    one = a >> 4 * inner & 15 | (high >> 2 * inner & 3) << 4
-    other = b >> 4 * inner & 15 | (high >> 16 + 2 * inner & 3) << 4
+    four, two = i32(4 * inner), i32(2 * inner)
+    one = shifted_down(a, four) & 15 | (shifted_down(high, two) & 3) << 4
+    other = shifted_down(b, four) & 15 | (shifted_down(high, i32(16 + two)) & 3) << 4
     return one, other
 
 
@@ -452,7 +454,8 @@ def _iq4_xs() -> Decoder:
 
     def unpack(words: Any, _table: int) -> Any:
         low, high, d, inner = words[4:]
-        steps = (low >> 4 * inner & 15 | (high >> 2 * inner & 3) << 4) - 32
+        four, two = shifted_down(low, i32(4 * inner)), shifted_down(high, i32(2 * inner))
+        steps = (four & 15 | (two & 3) << 4) - 32
         scale = f32_of_half(d) * f32_of_i32(steps)
         return *look_up(words[:4]), scale, scale, *_no_minima()
 

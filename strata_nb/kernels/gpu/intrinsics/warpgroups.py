@@ -149,8 +149,8 @@ fma_halves = Intrinsic(
     "i32(i32, i32, i32)",
     ptx=("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r"),
 )
-# A quotient, at most two units in the last place off. An exact one is a function that is called, and
-# in a kernel that calls any, no product goes on beside other instructions.
+# A quotient, at most two units in the last place off. An exact one is a function that is called,
+# and in a kernel that calls any, no product goes on beside other instructions.
 nearly_divided = Intrinsic(
     "nearly_divided", "f32(f32, f32)", ptx=("div.full.f32 $0, $1, $2;", "=f,f,f")
 )
