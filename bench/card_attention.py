@@ -44,7 +44,11 @@ from strata_nb.kernels.program import launch  # noqa: E402
 from strata_nb.kernels.runs import work_bytes  # noqa: E402
 
 COMPARED = 4  # rows
-FORMS = [{"same_bits": True}, {"same_bits": False}, {"same_bits": False, "warpgroups": True}]
+FORMS: list[dict[str, Any]] = [
+    {"same_bits": True},
+    {"same_bits": False},
+    {"same_bits": False, "warpgroups": True},
+]
 DIFFERENT_BLOCKS = 16  # of the K/V; then they come again
 
 
@@ -81,7 +85,7 @@ def main() -> None:
 
 
 def attention(
-    card: CardBackend, rows: int, depth: int, sizes: list[int], form: dict[str, bool]
+    card: CardBackend, rows: int, depth: int, sizes: list[int], form: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the time of the attention of rows behind so many cells."""
     heads, kv_heads, length = sizes

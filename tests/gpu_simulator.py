@@ -125,7 +125,7 @@ class _Lane(greenlet):
     copies: list[list[Callable[[], None]]]  # groups on their way to shared memory
     sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
     products: Any  # of its warpgroup
-    unpublished: dict[int, list[tuple[int, int]]]  # that lanes of the block wrote since
+    unpublished: dict[int, list[tuple[int, int]]] | None  # that lanes of the block wrote since
 
 
 def run(
@@ -153,12 +153,13 @@ def run(
                 for x in range(grid[0]):
                     shared = bytearray(b"\xff" * shared_bytes)
                     sees_all, unpublished = [False], dict[int, list[tuple[int, int]]]()
+                    publishes = "publish" in names
                     lanes = [_Lane(bound) for _ in range(threads)]
                     for thread, lane in enumerate(lanes):
                         lane.gr_context = copy_context()  # in which the errstate holds
                         lane.thread, lane.block, lane.grid = thread, (x, y, z), grid
                         lane.shared, lane.copies = shared, [[]]
-                        lane.unpublished = unpublished
+                        lane.unpublished = unpublished if publishes else None
                         lane.has_waited, lane.sees_all = waits_at_its_entry, sees_all
                     _run_block(lanes, words, backwards=(x + y + z) % 2 == 1)
 
@@ -593,7 +594,8 @@ def _access(name: str, memory: Memory) -> Callable[..., Any]:
             memory.note_write(place, size, getcurrent().block)
         else:
             lane = getcurrent()
-            lane.unpublished.setdefault(lane.thread, []).append((place, place + size))
+            if lane.unpublished is not None:
+                lane.unpublished.setdefault(lane.thread, []).append((place, place + size))
         bits = 8 * layout.size // number
         raw = values if element == "f32" else [_signed(value, bits) for value in values]
         layout.pack_into(target, offset, *raw)
