@@ -11,7 +11,8 @@ Options:
   --heads=TEXT     heads, K/V heads, values of a head [default: 32,4,128]
   -o FILE          write the figures here, not to bench/results/card_attention.json
 
-Both kernels are measured: with the bits of windows (--deterministic), and in an order of its own.
+Kernels are measured with the bits of windows (--deterministic), and in an order of their own: by
+warps, and by warpgroups where the card has them.
 Queries, keys and values are random. The last four rows are compared with those of a window: they
 differ by so large a share of the largest result. Each time is the median of 21 replays of a graph
 of what a card launches for the attention of one layer. TFLOPS count two operations for each product
@@ -43,6 +44,11 @@ from strata_nb.kernels.program import launch  # noqa: E402
 from strata_nb.kernels.runs import work_bytes  # noqa: E402
 
 COMPARED = 4  # rows
+FORMS: list[dict[str, Any]] = [
+    {"same_bits": True},
+    {"same_bits": False},
+    {"same_bits": False, "warpgroups": True},
+]
 DIFFERENT_BLOCKS = 16  # of the K/V; then they come again
 
 
@@ -59,8 +65,8 @@ def main() -> None:
             raise UnsupportedDevice(f"{card.name}: no card", hint="--device=cuda:0")
         for rows in batches:
             for depth in depths:
-                for same_bits in (True, False):
-                    one = attention(card, rows, depth, sizes, same_bits=same_bits)
+                for form in FORMS if card.has_warpgroups else FORMS[:-1]:
+                    one = attention(card, rows, depth, sizes, form)
                     figures.append(one)
                     print(
                         f"{rows:5} rows at depth {depth:6,} {one['us']['median']:12.1f} us "
@@ -79,7 +85,7 @@ def main() -> None:
 
 
 def attention(
-    card: CardBackend, rows: int, depth: int, sizes: list[int], *, same_bits: bool
+    card: CardBackend, rows: int, depth: int, sizes: list[int], form: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the time of the attention of rows behind so many cells."""
     heads, kv_heads, length = sizes
@@ -111,7 +117,7 @@ def attention(
             "scale": length**-0.5,
         }
         one = launch("attention", given, variant=("f16", "f16"))
-        many = list(card_launches((one,), rows, same_bits=same_bits))
+        many = list(card_launches((one,), rows, **form))
         first = rows - COMPARED
         shifted = given | {
             "sequences": given["sequences"] + 8 * first,
@@ -130,12 +136,12 @@ def attention(
         raise SystemExit(f"{rows} rows at depth {depth}: the results are no numbers")
     seen = rows * depth + rows * (rows + 1) // 2
     difference = float(np.abs(found - wanted).max() / np.abs(wanted).max())
-    if same_bits and difference:
+    if form["same_bits"] and difference:
         print(f"the bits differ from those of a window, by {difference}")
     return {
         "rows": rows,
         "depth": depth,
-        "same_bits": same_bits,
+        "same_bits": form["same_bits"],
         "kernels": [one.kernel.name for one in many],
         "work_bytes": work,
         "us": us,

@@ -160,7 +160,7 @@ class CardBackend:
         has_warpgroups: bool = False,
     ) -> None:
         self.name, self.device, self.threads = text, device, threads
-        self._has_warpgroups = has_warpgroups
+        self.has_warpgroups = has_warpgroups
         self.warnings: list[str] = []
         self._card = driver
         self._compiler = compiler
@@ -205,7 +205,7 @@ class CardBackend:
     @property
     def _by_warpgroups(self) -> bool:
         """Whether batches are multiplied by them."""
-        return self._has_warpgroups and not self.same_bits
+        return self.has_warpgroups and not self.same_bits
 
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         box_bytes, state_bytes = mailbox.box_bytes(width), -(-8 * WORDS // 256) * 256

@@ -25,7 +25,6 @@ from strata_nb.backend import Backend
 from strata_nb.cache.experts import ExpertArena
 from strata_nb.cache.filling import new_plans, write_plans
 from strata_nb.cache.residency import Residency
-from strata_nb.errors import StrataError
 from strata_nb.fill_plans import MOST_OFFERED, plan_type
 from strata_nb.interrupts import interrupts_later
 
@@ -128,18 +127,14 @@ class DeviceFilling:
             self._offered.popleft()
 
     def find(self, *, is_counted: bool = False) -> None:
-        """Fetch what all windows left, of which none runs.
+        """Fetch what all windows left, of which none runs; what fails is to be tried again.
 
         is_counted   the use of experts by these windows counts
         """
         if not self._offered or self._places is None:
             return
         addresses = np.empty(self._arena.use.shape, np.int64)
-        try:
-            self._backend.fetch(self._places.addresses, addresses)
-        except StrataError:
-            self.lose()
-            raise
+        self._backend.fetch(self._places.addresses, addresses)
         self._adopt(addresses, is_counted=is_counted)
         self._offered.clear()
 

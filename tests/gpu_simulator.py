@@ -40,7 +40,12 @@ _EXPECTED: dict[str, tuple[type | None, int, int]] = {
     "f32": (np.float32, 0, 0),
     "f64": (None, 0, 0),
 }
-_IN_WORDS = {int: "an integer", np.float32: "a float32"}
+_IN_WORDS = {int: "an integer", np.float32: "a float32", tuple: "several numbers"}
+
+
+def _expected(kind: str) -> tuple[type | None, int, int]:
+    """Return what an argument of a type must be; several numbers are a tuple."""
+    return _EXPECTED.get(kind, (tuple, 0, 0))
 
 
 _NOWHERE = 0, 0, False, b""
@@ -132,7 +137,7 @@ class _Lane(greenlet):
     copies: list[list[Callable[[], None]]]  # groups on their way to shared memory
     sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
     products: Any  # of its warpgroup
-    unpublished: set[int]  # lanes of the block that wrote shared memory since they published it
+    unpublished: dict[int, list[tuple[int, int]]] | None  # that lanes of the block wrote since
 
 
 def run(
@@ -159,13 +164,14 @@ def run(
             for y in range(grid[1]):
                 for x in range(grid[0]):
                     shared = bytearray(b"\xff" * shared_bytes)
-                    sees_all, unpublished = [False], set[int]()
+                    sees_all, unpublished = [False], dict[int, list[tuple[int, int]]]()
+                    publishes = "publish" in names
                     lanes = [_Lane(bound) for _ in range(threads)]
                     for thread, lane in enumerate(lanes):
                         lane.gr_context = copy_context()  # in which the errstate holds
                         lane.thread, lane.block, lane.grid = thread, (x, y, z), grid
                         lane.shared, lane.copies = shared, [[]]
-                        lane.unpublished = unpublished
+                        lane.unpublished = unpublished if publishes else None
                         lane.has_waited, lane.sees_all = waits_at_its_entry, sees_all
                     _run_block(lanes, words, backwards=(x + y + z) % 2 == 1)
 
@@ -295,6 +301,7 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
     "mma_16x8x16": _product_of_bytes,
     "mma_16x8x32": _product_of_bytes,
     gpu_warpgroups.MULTIPLY: _all_the_same,
+    gpu_warpgroups.ATTEND: lambda given: gpu_warpgroups.attended(given, KernelFault),
 }
 
 
@@ -309,7 +316,7 @@ def _meaning(intrinsic: Intrinsic, memory: Memory) -> Callable[..., Any]:
 
     def fault(*arguments: Any) -> KernelFault:
         for value, (kind, low, high) in zip(
-            arguments, [_EXPECTED[kind] for kind in intrinsic.arguments], strict=True
+            arguments, map(_expected, intrinsic.arguments), strict=True
         ):
             if kind is not None and value.__class__ is not kind:
                 return KernelFault(f"{intrinsic!r} with {value!r}, not {_IN_WORDS[kind]}")
@@ -329,7 +336,7 @@ def _guard(name: str, kinds: tuple[str, ...]) -> Callable[..., Callable[..., Any
     names = [f"a{number}" for number in range(len(kinds))]
     looks = []
     for argument, word in zip(names, kinds, strict=True):
-        kind, low, high = _EXPECTED[word]
+        kind, low, high = _expected(word)
         if kind is not None:
             looks.append(f"{argument}.__class__ is {kind.__name__}")
         if kind is int:
@@ -660,7 +667,9 @@ def _access(name: str, memory: Memory) -> Callable[..., Any]:
         if not shared:
             memory.note_write(place, size, getcurrent().block)
         else:
-            getcurrent().unpublished.add(getcurrent().thread)
+            lane = getcurrent()
+            if lane.unpublished is not None:
+                lane.unpublished.setdefault(lane.thread, []).append((place, place + size))
         if size < 4 * number and element != "f32":  # lower parts of words; others were looked at
             values = tuple(_signed(value, 8 * size // number) for value in values)
         layout.pack_into(target, offset, *values)

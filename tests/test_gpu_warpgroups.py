@@ -20,6 +20,7 @@ from strata_nb.kernels.gpu import compile as gpu_compile
 from strata_nb.kernels.gpu.batches import BATCH_KERNELS
 from strata_nb.kernels.gpu.gathering import sum_kernel
 from strata_nb.kernels.gpu.half_stages import ROWS_BY
+from strata_nb.kernels.gpu.intrinsics.warpgroups import WITH_WARPGROUPS
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.warpgroup_launches import WARPGROUP_KERNELS
@@ -27,6 +28,16 @@ from strata_nb.kernels.reference import Floats
 from strata_nb.packing import PACKED
 
 T = TensorType
+
+
+@pytest.fixture
+def warpgroups(request: pytest.FixtureRequest, gpu: gpu_launches.Run) -> gpu_launches.Run:
+    """What runs launches, where it has warpgroups."""
+    if request.node.callspec.params["gpu"] == "card":
+        capability = request.getfixturevalue("card").driver.card_facts(0).capability
+        if capability != WITH_WARPGROUPS:
+            pytest.skip(f"compute capability {capability}, not {WITH_WARPGROUPS}")
+    return gpu
 
 
 def linear(
@@ -81,11 +92,16 @@ def bound(matrix: Matrix, x: Floats) -> Floats:
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_warpgroups_multiply_within_the_rounding_of_halves(
-    gpu: gpu_launches.Run, kind: TensorType, rows: int, outputs: int, values: int, block_rows: int
+    warpgroups: gpu_launches.Run,
+    kind: TensorType,
+    rows: int,
+    outputs: int,
+    values: int,
+    block_rows: int,
 ) -> None:
     matrix, x = Matrix.random(kind, outputs, values), normal(rows, values, seed=1)
     bias, before = normal(1, outputs, seed=2)[0], normal(rows, outputs, seed=3)
-    found = linear(gpu, matrix, x, block_rows, bias=bias, y=before)
+    found = linear(warpgroups, matrix, x, block_rows, bias=bias, y=before)
     wanted = plain.linear(x.astype(np.float64), matrix.weight) + bias + before
     assert np.all(np.abs(found - wanted) <= bound(matrix, x) + 1e-6)
 

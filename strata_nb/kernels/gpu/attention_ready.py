@@ -83,6 +83,7 @@ _RUN_SHIFT = RUN_CELLS.bit_length() - 1
 _BLOCKS_OF_RUN_SHIFT = RUN_BLOCKS.bit_length() - 1
 _MOST_JOINED = 128  # runs: 65,536 cells
 _JOINED = "_joined"
+_SPILLS = 64  # bytes: on the oldest cards, where products of halves take more instructions
 _SHARED = (
     *("rows", "sequences", "positions", "q", "blocks"),
     *("table_width", "k_offset", "v_offset", "heads", "kv_heads"),
@@ -442,4 +443,5 @@ def ready_attention_kernel(
     rotation = f"{planes}{'halves' if halves else 'pairs'}"
     name = f"attention_halves_ready_{key_length}_{value_length}_{group}_{rotation}"
     name += _JOINED if joins else ""
-    return attention_kernel_of(name, attention, key_length, value_length, group, own_bytes)
+    made = attention_kernel_of(name, attention, key_length, value_length, group, own_bytes)
+    return made._replace(spills=_SPILLS)

@@ -192,6 +192,21 @@ def weighed(x: Any, totals: Any) -> Any:
     return words, (totals[0] + ((a + b) + (e + f)), totals[1] + ((c + d) + (g + h)))
 
 
+@cache
+def weights_of(chunks: int) -> Function:
+    """Return a function (x, totals): the words of chunks' weights, and totals with the weights."""
+    if chunks == 1:
+        return weighed
+    others = weights_of(chunks - 1)
+
+    def all_chunks(x: Any, totals: Any) -> Any:
+        words, totals = weighed(x[:8], totals)
+        more, totals = others(x[8:], totals)
+        return words + more, totals
+
+    return all_chunks
+
+
 def sum_of_quad(total: Any) -> Any:
     """Return the sum of a pair's weights, of those of a lane. All lanes of a warp take part."""
     total += shuffle_xor_f32(total, 1)

@@ -57,6 +57,9 @@ from strata_nb.kernels.gpu.tiles import tile_product
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK, UNPACKED
 
+_SPILLING = LARGE | {TensorType.Q5_K}  # which do not quite fit 64 registers on newer cards
+_SPILLS = 64  # bytes
+
 _EARLY = (
     ("residual", "address"),
     ("norm_weight", "address"),
@@ -232,6 +235,7 @@ def early_gate_up_kernel(
         # Two blocks of a multiprocessor, so that all blocks of a row run at once on a large card.
         MOST_REGISTERS if kinds & WIDE else 64,
         reads_of(gate_kind, up_kind),
+        _SPILLS if kinds & _SPILLING else 0,
     )
 
 

@@ -54,7 +54,7 @@ def card_launches(
     warpgroups   whether batches are multiplied by them: the card has them, and a row's bits need
                  not be those of a window
     """
-    found = list(with_runs(program, rows, same_bits=same_bits))
+    found = list(with_runs(program, rows, same_bits=same_bits, warpgroups=warpgroups))
     if rows > WINDOW_ROWS:
         found = list(with_batches(list(with_slices(found, rows)), rows, warpgroups=warpgroups))
     found = list(with_shares(with_routes(found, rows, pool)))
