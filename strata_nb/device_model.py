@@ -205,16 +205,16 @@ class DeviceModel:
         """
         with self._turn:
             self._settle()
+            if not self._steps.reads_host and not self.arena.is_complete:
+                raise UnsupportedDevice(
+                    "--no-pin: a window whose experts the CPU computes cannot be looked into",
+                    hint="leave it out, or give --expert-cache 100%",
+                )
             if not self._steps.can_run_again:  # its cells may be nowhere, or another's
                 raise ConfigError(
                     "the last step cannot be measured: it had several rows, or its session was "
                     "closed or rewound since, or had begun another one",
                     hint="read one token (Session.next_logits), and measure behind it",
-                )
-            if not self._steps.reads_host and not self.arena.is_complete:
-                raise UnsupportedDevice(
-                    "--no-pin: a window whose experts the CPU computes cannot be looked into",
-                    hint="leave it out, or give --expert-cache 100%",
                 )
             self._steps.silence()
             programs = [self._programs.body, self._programs.head, self._programs.choice]
