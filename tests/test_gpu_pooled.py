@@ -160,6 +160,7 @@ def test_a_row_is_what_card_and_cpu_make_of_it_together(
     np.testing.assert_allclose(row.arrays["y"], row.expected(), rtol=2e-5, atol=2e-5)
     assert row.words(mailbox.POSTED)[0] == row.state[pool_state.POSTS // 8] == 1
     assert row.state[pool_state.CHOICES // 8] == len(by_cpu)
+    assert row.state[pool_state.BESIDE // 8] == 0
     assert row.state[pool_state.ERROR // 8] == 0
     box = int(row.box.ctypes.data)
     assert box + mailbox.POSTED in row.memory.released
@@ -258,5 +259,6 @@ def test_who_reads_over_the_link_waits_until_the_message_is_on_its_way() -> None
     before = row.memory.clock_ns
     row.run([gate_up])
     passed = row.memory.clock_ns - before
+    assert row.state[[pool_state.CHOICES // 8, pool_state.BESIDE // 8]].tolist() == [1, 2]
     assert row.arrays["sources"].tolist() == [0, 0, 1, 0]
     assert POST_NS < passed < 2 * POST_NS  # choice 0 in vain: blocks run one behind the other here
