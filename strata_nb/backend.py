@@ -167,11 +167,13 @@ class Backend(Protocol[Prepared]):
         progress: Progress | None,
         say: Say,
         *,
+        batches: Sequence[Program] = (),
         batch_rows: int = 0,
     ) -> None:
         """Compile what programs launch, wherever their buffers will be: the long part of `prepare`.
 
-        batch_rows   as `prepare` has it
+        batches      programs of prompt batches, where these are programs apart
+        batch_rows   most rows of those
 
         `progress` is told of (kernels done, in all), `say` of a wait.
         """
@@ -283,9 +285,10 @@ class HostBackend:
         progress: Progress | None,
         say: Say,
         *,
+        batches: Sequence[Program] = (),
         batch_rows: int = 0,
     ) -> None:
-        compile_ahead(programs, progress=progress, say=say)
+        compile_ahead([*programs, *batches], progress=progress, say=say)
         self._threads()  # who cannot start them hears it before a model is loaded
 
     def prepare(

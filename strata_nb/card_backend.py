@@ -160,7 +160,7 @@ class CardBackend:
         has_warpgroups: bool = False,
     ) -> None:
         self.name, self.device, self.threads = text, device, threads
-        self._has_warpgroups = has_warpgroups
+        self.has_warpgroups = has_warpgroups
         self.warnings: list[str] = []
         self._card = driver
         self._compiler = compiler
@@ -194,12 +194,18 @@ class CardBackend:
 
     def launches(self, program: Program, rows: int) -> Sequence[CardLaunch]:
         """Return what this card launches, in order, for a program of so many rows."""
-        return card_launches(program, rows, self._pool, warpgroups=self._by_warpgroups)
+        return card_launches(
+            program,
+            rows,
+            self._pool,
+            same_bits=self.same_bits,
+            warpgroups=self._by_warpgroups,
+        )
 
     @property
     def _by_warpgroups(self) -> bool:
         """Whether batches are multiplied by them."""
-        return self._has_warpgroups and not self.same_bits
+        return self.has_warpgroups and not self.same_bits
 
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         box_bytes, state_bytes = mailbox.box_bytes(width), -(-8 * WORDS // 256) * 256
@@ -216,11 +222,14 @@ class CardBackend:
         progress: Progress | None,
         say: Say,
         *,
+        batches: Sequence[Program] = (),
         batch_rows: int = 0,
     ) -> None:
         wanted: dict[str, Wanted] = {}
-        for program in programs:
-            for rows in _sizes(batch_rows):
+        sizes = [(program, _sizes(0)) for program in programs]
+        sizes += [(program, _sizes(batch_rows)) for program in batches]
+        for program, numbers in sizes:
+            for rows in numbers:
                 for one in self.launches(program, rows):
                     one.grid(rows)  # refused before a model is loaded
                     if one.kernel.name not in self._machine:
@@ -236,7 +245,8 @@ class CardBackend:
     def prepare(
         self, programs: Sequence[Program], *, batch_rows: int = 0, cuts: Sequence[int] = ()
     ) -> list[CardProgram]:
-        self.compile(programs, None, lambda _: None, batch_rows=batch_rows)
+        windows, batches = ((), programs) if batch_rows else (programs, ())
+        self.compile(windows, None, lambda _: None, batches=batches, batch_rows=batch_rows)
         return [self._prepare(program, _sizes(batch_rows), cuts) for program in programs]
 
     def _prepare(self, program: Program, sizes: Sequence[int], cuts: Sequence[int]) -> CardProgram:

@@ -85,6 +85,9 @@ _DEVICE = """\
   --pcie-frac F                on a card: the share of the missed experts that it reads over its
                                link, the CPU computes the others; auto (the default): as measured
   --no-cpu-pool                on a card: let the CPU compute none of them
+  --no-pin                     on a card: register no host memory, where that is refused or not
+                               wanted; the CPU computes all experts without a slot, and prompts are
+                               read more slowly
   --vram-reserve-mib N         MiB of the device that stay free for others (default 0, of a card
                                700)
   --vram-limit SIZE            let a card, or a small device, count as one of SIZE in all (12GiB),
@@ -107,9 +110,8 @@ _DEVICE = """\
   --no-prefill-borrow          on a card: keep buffers for experts that prompts miss, in place of
                                borrowing memory while they are read, of slots too
   --deterministic              the same bits whatever budget, batch and threads are: on a card the
-                               CPU computes no experts, and prompts are multiplied as single tokens
-                               are, which is slower on an H100 or H200 (on the host bits always are
-                               the same, of the reference never)"""
+                               CPU computes no experts, and prompts are read more slowly (on the
+                               host they always are the same, of the reference never)"""
 _CONTROL = """\
   --vram-elastic               let --control change what stays free while the model is open
   --control PATH               answer lines on a Unix socket at PATH: VRAM [MIB] leaves so much of
@@ -341,7 +343,10 @@ USAGE = {
 
 def _dispatch(argv: Sequence[str]) -> int:
     if not argv:
-        raise ConfigError("no command given", hint="one of: " + ", ".join(USAGE))
+        raise ConfigError(
+            "no command given",
+            hint=f"`generate` alone writes a story; --help describes {', '.join(USAGE)}",
+        )
     # A command has one word, or two.
     first = 2 if " ".join(argv[:2]) in USAGE else 1
     command, words = " ".join(argv[:first]), argv[first:]

@@ -292,7 +292,8 @@ class Engine:
 
         cells   that it saw, its own among them
 
-        On cards only: UnsupportedDevice elsewhere. Tokens that follow are the same as without it.
+        On cards only: UnsupportedDevice elsewhere; ConfigError where that step cannot run again.
+        Tokens that follow are the same as without it.
         """
         return self._device().profile(cells)
 

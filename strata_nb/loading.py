@@ -283,9 +283,10 @@ class HostExperts(_Loaded):
         layout: ExpertLayout,
         arena: HostArena,
         reading: Reading,
-        driver: ExecutionDriver,
+        driver: ExecutionDriver | None,
         resources: ExitStack,
     ) -> None:
+        """`driver`: with which blocks are registered; None: with none."""
         super().__init__(resources)
         self.layout = layout
         self.arena = arena
@@ -298,18 +299,20 @@ class HostExperts(_Loaded):
         return self._reading.read_s
 
     def finish(self, ready: Callable[[int, int], object] = lambda address, size: None) -> None:
-        """Wait for each block of the arena in turn, and register it with the driver.
+        """Wait for each block of the arena in turn, and register it, if there is a driver for it.
 
         ready   is then called with its address and bytes, while later blocks are read
 
-        Errors as in `load_dense`; the arena is of no use after one.
+        Errors as in `load_dense`, and DriverError where memory is not registered; the arena is of
+        no use after one.
         """
         for number, (offset, size) in enumerate(self.layout.blocks):
             self._reading.wait_for(number)
             address = self.arena.address + offset
-            # After the memory was touched: a driver would touch it all in one thread.
-            self._driver.register_host(address, size)
-            self._resources.callback(self._driver.unregister_host, address)
+            if self._driver is not None:
+                # After the memory was touched: a driver would touch it all in one thread.
+                self._driver.register_host(address, size)
+                self._resources.callback(self._driver.unregister_host, address)
             ready(address, size)
         self._reading.close()
 
@@ -436,7 +439,7 @@ def begin_experts(
     file: GGUFFile,
     layers: Sequence[Mapping[str, str]],
     layout: ExpertLayout,
-    driver: ExecutionDriver,
+    driver: ExecutionDriver | None,
     *,
     threads: int,
     keep_cached: bool,

@@ -8,13 +8,14 @@ a product begins is an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from greenlet import getcurrent
 from numpy.typing import NDArray
 
+from strata_nb.kernels.gpu.attention_weights import CHUNK
 from strata_nb.kernels.gpu.intrinsics import WARP
 from strata_nb.kernels.gpu.intrinsics.warpgroups import (
     BOUNDARY,
@@ -25,7 +26,7 @@ from strata_nb.kernels.gpu.intrinsics.warpgroups import (
     M,
 )
 
-MULTIPLY = "multiply"  # at which the lanes of a warp meet
+MULTIPLY, ATTEND = "multiply", "attend"  # at which the lanes of a warp meet
 
 
 class Products:
@@ -49,6 +50,11 @@ def meaning(name: str, fault: type[Exception]) -> Callable[..., Any] | None:
         return _multiply(int(found[1]), fault)
     if found := re.fullmatch(r"store_sums_(\d+)_(\d+)", name):
         return _store(*map(int, found.groups()), fault)
+    if found := re.fullmatch(r"(score|mixed)_products_(\d+)_(\d+)", name):
+        sizes = int(found[2]), int(found[3])
+        if found[1] == "score":
+            return _attend(sizes[0], CHUNK * sizes[1], fault, are_keys=True)
+        return _attend(sizes[1], sizes[0], fault, are_keys=False)
     if name in ("await_products", "await_older_products"):
         left = 1 if name == "await_older_products" else 0
 
@@ -62,7 +68,7 @@ def meaning(name: str, fault: type[Exception]) -> Callable[..., Any] | None:
 
         def publish() -> None:
             lane = getcurrent()
-            lane.unpublished.discard(lane.thread)
+            lane.unpublished.pop(lane.thread, None)
 
         return publish
     return _PLAIN.get(name)
@@ -101,6 +107,54 @@ def _multiply(rows: int, fault: type[Exception]) -> Callable[..., Any]:
             products.begun.append(add)
 
     return multiply
+
+
+def _overlap(written: Sequence[tuple[int, int]], matrix: range) -> bool:
+    return any(begin < matrix.stop and matrix.start < end for begin, end in written)
+
+
+def _attend(
+    cells: int, length: int, fault: type[Exception], *, are_keys: bool
+) -> Callable[..., Any]:
+    """Return products with the keys or values of so many cells, of heads of a length."""
+    panel_bytes = cells * ROW_BYTES
+
+    def multiply(sums: Any, words: Any, place: int) -> Any:
+        lane = getcurrent()
+        panels = range(place, place + length // K * panel_bytes, panel_bytes)
+        if place % BOUNDARY or panels.stop > len(lane.shared):
+            raise fault(f"a matrix at {place} of {len(lane.shared)} shared bytes")
+
+        def matrix() -> NDArray[np.float32]:
+            written = [one for one in lane.unpublished.values() if _overlap(one, panels)]
+            if written:
+                raise fault(f"a product of what {len(written)} threads did not publish")
+            found = np.hstack([_matrix(lane.shared, panel, cells) for panel in panels])
+            return found.T if are_keys else found
+
+        return lane.parent.switch((ATTEND, (sums, words, place, matrix), 0))
+
+    return multiply
+
+
+def attended(given: Sequence[Any], fault: type[Exception]) -> list[tuple[np.float32, ...]]:
+    """Return what each lane gets of C + A @ B: see `kernels/gpu/intrinsics/attending.py`.
+
+    given   of each lane: numbers of C, words of A, where B is, and what reads it
+    """
+    if len({place for _, _, place, _ in given}) != 1:
+        raise fault("the lanes of a warp multiply several matrices at once")
+    matrix = given[0][3]()
+    words = np.array([one[1] for one in given], np.int32).view(np.float16).astype(np.float32)
+    # (g, t, step, half of the columns, half of the rows, column) to rows and columns
+    a = words.reshape(8, 4, -1, 2, 2, 2).transpose(4, 0, 2, 3, 1, 5).reshape(16, -1)
+    total = np.array([one[0] for one in given], np.float32).reshape(8, 4, -1, 2, 2)
+    total = total.transpose(3, 0, 2, 1, 4).reshape(16, -1).copy()
+    with np.errstate(all="ignore"):
+        for column, row in zip(a.T, matrix, strict=True):
+            total += column[:, None] * row
+    found = total.reshape(2, 8, -1, 4, 2).transpose(1, 3, 2, 0, 4).reshape(WARP, -1)
+    return [tuple(one) for one in found]
 
 
 def _store(rows: int, apart: int, fault: type[Exception]) -> Callable[..., Any]:

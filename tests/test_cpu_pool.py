@@ -27,6 +27,7 @@ from strata_nb.cpu_pool import CpuPool, PoolLayer, pool_threads
 from strata_nb.errors import StrataError
 from strata_nb.formats import TensorType
 from strata_nb.kernels import mailbox
+from strata_nb.kernels.host import pool as host_pool
 from strata_nb.kernels.host import pool_words as at
 from strata_nb.kernels.reference import Floats
 from strata_nb.pool_rate import Poster, measure
@@ -201,6 +202,15 @@ def test_the_rate_of_a_pool_is_measured_on_its_layers(layers: list[Layer]) -> No
     assert found.shape == (8,)
     assert np.all(found > 0)
     assert workers() == before
+
+
+def test_a_pool_that_does_not_answer_has_no_rate_and_leaves_no_thread(
+    layers: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_pool, "ask", lambda *_: -1)
+    with pytest.raises(StrataError, match="did not answer"):
+        measure([described(layer) for layer in layers], 2, 3, posts=8)
+    assert workers() == set()
 
 
 # -- messages that nobody can have meant -----------------------------------------------------------

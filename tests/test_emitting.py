@@ -24,7 +24,7 @@ from strata_nb.fill_plans import plan_type
 from strata_nb.formats import TensorType, tensor_bytes
 from strata_nb.gguf import GGUFFile
 from strata_nb.host import HostDriver, parse_host_devices
-from strata_nb.kernels.gpu.operations import ARRIVED
+from strata_nb.kernels.gpu.early_choice import posts_at
 from strata_nb.kernels.host.threads import PreparedProgram
 from strata_nb.kernels.program import Launch, Program
 from strata_nb.kernels.quantised_rows import row_bytes
@@ -53,7 +53,9 @@ class RecordingBackend:
     def packed_row_bytes(self, values: int) -> int:
         return row_bytes(values)
 
-    def compile(self, programs: Sequence[Program], progress: object, say: object) -> None:
+    def compile(
+        self, programs: Sequence[Program], progress: object, say: object, **_: object
+    ) -> None:
         pass
 
     def prepare(self, programs: Sequence[Program]) -> list[PreparedProgram]:
@@ -295,13 +297,15 @@ def test_a_buffer_is_written_before_it_is_read(emitted: Emitted) -> None:
     assert used >= buffers
 
 
-def test_behind_a_number_of_rows_is_the_word_in_which_a_card_counts_blocks(
+def test_behind_a_number_of_rows_are_words_in_which_a_card_counts_and_posts(
     emitted: Emitted,
 ) -> None:
     sizes, record = dict(emitted.buffers.taken), emitted.programs.record
+    experts = emitted.model.description.experts
     for counted in {addresses_of(one)["rows"] for one in emitted.launches}:
+        end = posts_at(counted) + (8 * experts if counted == record.rows else 0)
         assert counted in (record.rows, record.wanted)
-        assert sizes[counted] == ARRIVED + 8
+        assert counted + sizes[counted] == end
 
 
 def test_every_dense_tensor_is_named_once_and_a_tied_head_twice(emitted: Emitted) -> None:

@@ -22,6 +22,7 @@ from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED, WITH_CPU
 from strata_nb.kernels.gpu.router import with_routers
+from strata_nb.kernels.gpu.tables import table_bytes
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.table import KERNELS
 from strata_nb.packing import PACKED, UNPACKED
@@ -48,6 +49,9 @@ EXPERTS = {"outputs": 64, "top_k": 8}
 NAMES = [*(name for name in KERNELS if name not in FUSED), *CARD_KERNELS, *BATCH_KERNELS]
 # Types of each way to multiply that need most registers.
 IN_BATCHES = {"batch_linear": (T.Q2_K,), "batch_expert": (T.Q6_K,), "batch_up": (T.Q5_K,)}
+# The usual type, and those that need most registers.
+OF_EARLY, OF_QUERIES = (T.Q4_K, T.Q6_K, T.IQ1_M), ((T.Q4_K, T.Q4_K, T.Q6_K),)
+UNTABLED = sorted(kind for kind in PACKED if table_bytes(kind) == 0)
 ROUTERS = ((8, 2), (32, 4), (60, 4), (64, 8), (128, 8), (256, 8))
 
 
@@ -89,14 +93,45 @@ def _routers(kinds: Sequence[T], widths: Sequence[int]) -> Iterator[CardLaunch]:
             yield made
 
 
+def _early(kinds: Sequence[T]) -> Iterator[CardLaunch]:
+    """Yield what is launched behind a router where blocks of experts choose, as a card has it."""
+    norm = shaped("rms_norm", parts=1, width=2048, out=1)
+    one = shaped("linear", T.F32, values=2048, outputs=128, x=1)
+    route = shaped_for_card("route", True, experts=128, top_k=8)
+    for kind in kinds:
+        sizes = {"values": 2048, "outputs": 768, "top_k": 8}
+        gate_up = shaped_for_card("expert_gate_up", (kind, kind), **sizes)
+        _, made = with_routers([norm, one, *route, *gate_up])
+        assert isinstance(made, CardLaunch)
+        yield made
+
+
+def _rows_normed(kinds: Sequence[Sequence[T]]) -> Iterator[CardLaunch]:
+    """Yield three products of a row that norm it."""
+    for three in kinds:
+        norm = shaped("rms_norm", parts=1, width=2048, x=1)
+        products = [shaped("linear", kind, values=2048, outputs=512) for kind in three]
+        q, *others = products
+        yield from card_launches((norm, q, *(one._replace(waits=False) for one in others)), 1)
+
+
 def _ready(lengths: Sequence[int]) -> Iterator[CardLaunch]:
     """Yield attention that makes its row ready, as a card launches it."""
     for length, group in product(lengths, GROUPS):
         sizes = {"key_length": length, "value_length": length}
-        store = shaped("kv_append", ("f16", "f16"), heads=1, **sizes)
+        rotation = {"planes": length // 2, "halves": 1}
+        store = shaped("kv_append", ("f16", "f16"), heads=1, **sizes, **rotation)
         attention = shaped("attention", ("f16", "f16"), heads=group, kv_heads=1, **sizes)
-        rope = shaped("rope", length=length, heads=group)
+        rope = shaped("rope", length=length, heads=group, **rotation)
         yield from card_launches((rope, store, attention), 1)
+
+
+def _in_own_order(lengths: Sequence[int]) -> Iterator[CardLaunch]:
+    """Yield attention of many rows whose bits need not be those of a window."""
+    for key_length, value_length in product(lengths, repeat=2):
+        sizes = {"key_length": key_length, "value_length": value_length}
+        one = shaped("attention", ("f16", "f16"), heads=8, **OF_HEADS, **sizes)
+        yield from card_launches((one,), OF_BATCHES[-1], same_bits=False)
 
 
 Kernels = dict[str, tuple[GpuKernel, Sequence[str]]]
@@ -125,7 +160,10 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     normed = _normed(sorted(PACKED) if lengths else OF_ALL_LENGTHS, widths)
     routers = _routers(sorted(UNPACKED) if lengths else [T.F32], widths)
     ready = _ready((128, 64) if lengths else (128,))
-    for made in (*together, *normed, *routers, *ready):
+    attention = _in_own_order((128, 64) if lengths else (128,))
+    early = _early(sorted(PACKED) if lengths else OF_EARLY)
+    rows = _rows_normed([(kind,) * 3 for kind in UNTABLED] if lengths else OF_QUERIES)
+    for made in (*together, *normed, *routers, *ready, *early, *rows, *attention):
         found[made.kernel.name] = made.kernel, made.kinds
     return found
 

@@ -16,13 +16,14 @@ from kv_store import Store, random_heads
 from numpy.typing import NDArray
 
 from strata_nb.formats import CACHE_TYPES
-from strata_nb.kernels.gpu import attention_halves
+from strata_nb.kernels.gpu import attention_halves, attention_ready
 from strata_nb.kernels.gpu.attention_launches import with_runs
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.launches import card_launch, card_launches
 from strata_nb.kernels.program import Launch, launch
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.runs import work_floats
+from strata_nb.kernels.table import ROWS_WORDS
 
 MOST_ROWS, ROWS = 3, 2
 HEADS, KV_HEADS = 4, 2
@@ -54,7 +55,7 @@ class Layer:
         rng = np.random.default_rng(3)
         floats = work_floats(kv.table.shape[1], lengths[1])
         named = {
-            "rows": np.array([ROWS]),
+            "rows": np.array([ROWS] + [0] * (ROWS_WORDS - 1)),
             "sequences": np.array([1, 0, 1 << 40]),
             "positions": np.array([70, 63, 1 << 40]),
             "table": rng.standard_normal((max(128, cells + 1), 2, planes)).astype(np.float32),
@@ -122,7 +123,7 @@ class Layer:
 
     def run_alone(self, launches: Sequence[CardLaunch]) -> None:
         """Run launches of a single row."""
-        read = {"rows", "sequences", "positions", "table", "q_weight", "k_weight"}
+        read = {"sequences", "positions", "table", "q_weight", "k_weight"}
         written = [array for name, array in self.named.items() if name not in read]
         others = [self.named[name] for name in read]
         memory = gpu_simulator.Memory([*written, self.kv.memory], [*others, self.kv.table])
@@ -272,7 +273,30 @@ def row_alone(
     layer = Layer.make(("f16", "f16"), lengths, planes, halves, cells=position)
     for name, word in (("rows", 1), ("sequences", 0), ("positions", position)):
         layer.named[name][0] = word
-    return layer, layer.norms() + layer.storing() + layer.attention()
+    program = [*layer.norms(), *layer.storing(), *layer.attention(), *layer.quantise()]
+    return layer, program
+
+
+def attend_alone(layer: Layer, program: Sequence[Launch], kernels: Sequence[str]) -> None:
+    """Run what a card launches for a single row, which must be these kernels."""
+    launches = card_launches(tuple(program), 1)
+    assert [one.kernel.name.split("_")[0] for one in launches] == kernels
+    layer.run_alone(launches)
+
+
+def attend_apart(layer: Layer, program: Sequence[Launch]) -> None:
+    """Run the same as `prepare`, attention and what joins its runs."""
+    found = [one for one in with_runs(program, 1) if isinstance(one, CardLaunch)]
+    assert len(found) == 3
+    layer.run_alone(found)
+
+
+def have_the_same_results(one: Layer, other: Layer) -> bool:
+    names = ("out", "packed", "rows")
+    assert np.all(np.isfinite(one.named["out"][0]))
+    assert np.any(one.named["packed"])
+    same = all(np.array_equal(one.named[name], other.named[name]) for name in names)
+    return same and np.array_equal(one.kv.memory, other.kv.memory)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +310,7 @@ def row_alone(
     ],
     ids=["usual", "first", "long", "blocks for every other run", "for every run"],
 )
-def test_a_single_row_is_made_ready_by_attention_with_the_same_bits(
+def test_a_single_row_attends_in_one_launch_with_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     lengths: tuple[int, int],
     planes: int,
@@ -299,16 +323,19 @@ def test_a_single_row_is_made_ready_by_attention_with_the_same_bits(
         (layer, program), (other, same) = (
             row_alone(lengths, planes, halves, position) for _ in range(2)
         )
-        together = card_launches(tuple(program[0 if normed else 2 :]), 1)
-        assert [one.kernel.name.split("_")[0] for one in together] == ["attention", "combine"]
-        layer.run_alone(together)
-        other.run_alone(
-            [one for one in with_runs(same[0 if normed else 2 :], 1) if isinstance(one, CardLaunch)]
-        )
-        assert np.array_equal(layer.kv.memory, other.kv.memory)
-        assert np.array_equal(layer.named["work"], other.named["work"])
-        assert np.array_equal(layer.named["out"], other.named["out"])
-        assert np.all(np.isfinite(layer.named["out"][0]))
+        attend_alone(layer, program[0 if normed else 2 :], ["attention"])
+        attend_apart(other, same[0 if normed else 2 :])
+        assert have_the_same_results(layer, other)
+
+
+def test_runs_of_a_long_context_are_joined_by_a_launch_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_ready, "_MOST_JOINED", 1)
+    (layer, program), (other, same) = (row_alone((32, 64), 16, 1, 520) for _ in range(2))
+    attend_alone(layer, program, ["attention", "combine"])
+    attend_apart(other, same)
+    assert have_the_same_results(layer, other)
 
 
 def test_a_single_row_is_made_ready_by_all_blocks_that_share_its_key(
@@ -316,12 +343,11 @@ def test_a_single_row_is_made_ready_by_all_blocks_that_share_its_key(
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "HEADS", 10 * KV_HEADS)  # a block takes 8
     (layer, program), (other, same) = (row_alone((32, 64), 16, 1, 70) for _ in range(2))
-    (attention, combine) = card_launches(tuple(program), 1)
+    (attention,) = card_launches(tuple(program), 1)
     assert attention.grid(1)[0] == 2 * KV_HEADS
-    layer.run_alone([attention, combine])
-    other.run_alone([one for one in with_runs(same, 1) if isinstance(one, CardLaunch)])
-    assert np.array_equal(layer.kv.memory, other.kv.memory)
-    assert np.array_equal(layer.named["out"], other.named["out"])
+    layer.run_alone([attention])
+    attend_apart(other, same)
+    assert have_the_same_results(layer, other)
 
 
 def test_a_row_that_a_step_does_not_have_is_not_made_ready() -> None:
@@ -330,6 +356,7 @@ def test_a_row_that_a_step_does_not_have_is_not_made_ready() -> None:
     before = layer.kv.memory.copy()
     layer.run_alone(card_launches(tuple(program), 1))
     assert np.array_equal(layer.kv.memory, before)
+    assert not np.any(layer.named["out"])
 
 
 @pytest.mark.parametrize("kinds", [("int8", "f16"), ("f16", "f32")], ids="-".join)

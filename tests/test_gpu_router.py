@@ -19,6 +19,7 @@ from strata_nb.kernels.gpu.compile import ptx_code
 from strata_nb.kernels.gpu.router import router_kernel, with_routers
 from strata_nb.kernels.program import Launch, launch
 from strata_nb.kernels.quantised_rows import row_bytes
+from strata_nb.kernels.table import ROWS_WORDS
 
 T = TensorType
 Arrays = dict[str, NDArray[Any]]
@@ -38,7 +39,7 @@ def of_layer(width: int, experts: int, top_k: int, kind: TensorType = T.F32) -> 
     worth = np.ones((2, 1, experts))
     write_plans(plan, 9, [[0x7D0000000000]], is_resident[None], *worth)
     found = {
-        "rows": np.array([1, 0]),
+        "rows": np.array([1] + [0] * (ROWS_WORDS - 1 + experts)),
         "x": normal(1, width, seed=1),
         "norm": normal(width, seed=2),
         "weight": weight if kind is T.F32 else weight.astype(np.float16),
@@ -118,6 +119,10 @@ def test_a_router_has_the_bits_of_norm_product_and_choice_alone(
         found, expected = run([together], arrays), run(apart, arrays)
         assert not np.any(found["chosen"] < 0)
         assert np.any(found["sources"] != -5)
+        posts = found["rows"][ROWS_WORDS:]
+        assert np.array_equal(posts & 0xFFFFFFFF, found["logits"][0].view(np.uint32))
+        assert np.all(posts >> 32 == 1)
+        found["rows"][ROWS_WORDS:] = 0
         for name in WRITTEN:
             assert same_bits(found[name], expected[name]), name
 
@@ -165,6 +170,6 @@ def test_a_router_compiles_without_doubles() -> None:
     arrays = of_layer(2048, 128, 8)
     (one,) = with_routers(launches_of(arrays))
     assert isinstance(one, CardLaunch)
-    assert one.kernel is router_kernel(T.F32, 2048, 128, False)
+    assert one.kernel is router_kernel(T.F32, 2048, 128, 8, False)
     assert one.kernel.reads(one.arguments, 1) == 1 << 20
     assert ".f64" not in ptx_code(one.kernel, one.kinds)

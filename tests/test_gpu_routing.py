@@ -230,13 +230,13 @@ def test_a_card_launches_kernels_of_its_own_for_a_layers_experts() -> None:
     norm = gpu_launches.shaped("rms_norm", width=64)
     route, gate_up, down, last = card_launches((*of_a_layer(), norm), 1)
     assert [one.kernel.name for one in (route, gate_up, down, last)] == [
-        "route_32_alone",
+        "route_8_2_alone",
         "expert_gate_up_q8_0_q8_0_64",
         "expert_down_q8_0_2x_64",
         card_launches((norm,), 1)[0].kernel.name,
     ]
     more = card_launches((*of_a_layer(), norm), 8)
-    assert [one.kernel.name for one in more[:2]] == ["route_32", "expert_fill_32"]
+    assert [one.kernel.name for one in more[:2]] == ["route_8_2", "expert_fill_32"]
     assert more[2:] == [gate_up, down, last]
     in_place_of = {"blobs": "members", "sources": "places"}
     for one in (route, gate_up, down, *more[:2]):

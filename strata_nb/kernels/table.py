@@ -7,9 +7,10 @@ of float, so that a launch can be packed once and repeated.
 Buffers. Rows come first and lie one behind the other without gaps: `x` (rows, width) is float32. A
 *packed* buffer holds the same rows quantised for products with quantised weights, in the form of
 the backend. `rows` is the address of a number of rows (int64), because a program is made once for
-all steps: a kernel works on as many rows as that says when it runs. The word behind it is 0 when a
-launch begins and when it has ended: in between backends count there. A zero address means "none"
-where the text allows it.
+all steps: a kernel works on as many rows as that says when it runs. The words behind it, up to
+`ROWS_WORDS` in all, are 0 when a launch begins and when it has ended: in between backends count
+there. Behind them are as many words as a layer has experts, 0 when a step begins, which are
+backends' own. A zero address means "none" where the text allows it.
 
 Variants. A kernel that reads weights exists once for each type of weights, one that reads or writes
 the K/V once for each pair of types of keys and values.
@@ -27,6 +28,8 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["address", "integer", "float"]
 Axis = Literal["weights", "keys_values", "gate_up"]
+
+ROWS_WORDS = 16
 
 
 class Argument(NamedTuple):

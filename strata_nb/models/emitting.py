@@ -18,6 +18,7 @@ from strata_nb.kernels.choices import CHOICE
 from strata_nb.kernels.groups import groups_at
 from strata_nb.kernels.program import Launch, launch
 from strata_nb.kernels.runs import work_bytes
+from strata_nb.kernels.table import ROWS_WORDS
 from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers, ExpertPart, Places, Programs, StepRecord
 from strata_nb.models.tensors import EXPERT_PARTS
@@ -75,8 +76,8 @@ class Emitter:
         self._chosen: list[int] = []
         take = buffers.take
         self._record = StepRecord(
-            take(2 * _WORD),
-            take(2 * _WORD),
+            take(_WORD * (ROWS_WORDS + model.experts)),
+            take(_WORD * ROWS_WORDS),
             take(_WORD * max_rows),
             take(_WORD * max_rows),
             take(_WORD * max_rows),

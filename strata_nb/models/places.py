@@ -105,7 +105,8 @@ class Buffers:
 class StepRecord(NamedTuple):
     """Say where a step's own numbers are, all int64; the caller writes them before each run.
 
-    rows, wanted   how many rows, and of how many of them logits are wanted; behind each a word 0
+    rows, wanted   how many rows, and of how many of them logits are wanted; behind each as many
+                   words 0 as `ROWS_WORDS` says
     tokens, sequences, positions   of the rows
     wanted_rows    which rows those are
     """

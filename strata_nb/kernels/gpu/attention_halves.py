@@ -71,9 +71,9 @@ from strata_nb.kernels.runs import RUN_BLOCKS, RUN_CELLS
 _BLOCKS = 128  # of threads: as many as large cards have multiprocessors, which take one each
 WARPS = 8  # and K/V blocks of a run
 _THREADS = WARPS * WARP
-_TILE = 8  # heads
-_CHUNK = 16  # cells that a warp takes at a time
-_ROUND = WARPS * _CHUNK  # cells that the block takes at a time
+TILE = 8  # heads
+CHUNK = 16  # cells that a warp takes at a time
+_ROUND = WARPS * CHUNK  # cells that the block takes at a time
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
 _RUN_SHIFT = RUN_CELLS.bit_length() - 1
 _MINUS_INFINITY = float("-inf")
@@ -83,12 +83,12 @@ _REGISTERS = 255  # one block a multiprocessor, with many loads on their way
 # Shared memory, in bytes: the addresses of two runs' blocks, the largest score and the sum of the
 # weights of each warp and head, what undoes the growth of the heads' queries; these as words, then
 # the scores, and where these were the warps' results.
-_ADDRESSES = 0
-_MAXIMA = _ADDRESSES + 2 * 8 * RUN_BLOCKS
-_TOTALS = _MAXIMA + 4 * WARPS * _TILE
-_SHRUNK = _TOTALS + 4 * WARPS * _TILE
-_QUERIES = _SHRUNK + 4 * _TILE
-_SCORE_BYTES = 4 * RUN_CELLS * _TILE
+ADDRESSES = 0
+_MAXIMA = ADDRESSES + 2 * 8 * RUN_BLOCKS
+_TOTALS = _MAXIMA + 4 * WARPS * TILE
+_SHRUNK = _TOTALS + 4 * WARPS * TILE
+_QUERIES = _SHRUNK + 4 * TILE
+_SCORE_BYTES = 4 * RUN_CELLS * TILE
 
 _KEY_LENGTHS, _VALUE_LENGTHS = (32, 64, 96, 128), (64, 128)
 
@@ -101,7 +101,7 @@ def takes(keys: str, values: str, key_length: int, value_length: int) -> bool:
 
 def tiles_of(group: int) -> int:
     """Return how many blocks the heads of a group need."""
-    return -(-group // _TILE)
+    return -(-group // TILE)
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -221,50 +221,226 @@ def _sum_of_warps(place: int, step: int) -> Any:
 def _largest_of_warps(place: int) -> Any:
     best, warp = shared_load_f32(place), 1
     while warp < WARPS:
-        best = larger_f32(best, shared_load_f32(place + 4 * _TILE * warp))
+        best = larger_f32(best, shared_load_f32(place + 4 * TILE * warp))
         warp += 1
     return best
 
 
-# -- the kernel ------------------------------------------------------------------------------------
+# -- a run -----------------------------------------------------------------------------------------
 
 
-class Source(NamedTuple):
-    """Hold device functions that say where a block has its queries from, and the row's own cell.
+class Attending(NamedTuple):
+    """Hold device functions of a block of threads that attends, for lengths of heads.
 
-    begin   (given, line, position, run, step, thread): what does not wait for the launch in front.
-            Returns the address of the K/V block that this block of threads writes to, 0 for none.
-            line is the sequence's row of the block table; the block's runs are `step` apart
-    query   (given, q, kv_head, block, k_plane, v_plane, position, warp, lane): values 4 * lane ..
-            4 * lane + 3 of a warp's head, whose queries are at q. k_plane and v_plane are where
-            planes begin in a K/V block. All threads take part
-
-    given is what the kernel has for them.
+    announce    (run, line, position, warp, buffer, k_plane, v_plane): say where the run's block of
+                the warp's number is, in one of two buffers of addresses, and bring what is seen of
+                it nearer. One lane calls it. line is the sequence's row of the block table
+    keys        (first, start, lane, last, addresses, k_plane): a lane's words of the chunk at cell
+                `start` of the run that begins at `first`; of the cell `last` in place of later ones
+    values      the same of values, v_plane
+    keep_query  (warp, lane, query): put four values of the warp's head where `attend` finds them
+                behind a barrier
+    attend      (keys, values, first, start, last, addresses, k_plane, v_plane, scale, thread): the
+                run whose first chunk of the warp these are. Behind it and a barrier `sum_of`,
+                `total_of` and `maximum_of` of `Results` find what came of it
     """
 
-    begin: Function
-    query: Function
+    announce: Function
+    keys: Function
+    values: Function
+    keep_query: Function
+    attend: Function
 
 
-def _nothing(_: Any, line: int, position: int, run: int, step: int, thread: int) -> Any:
-    return i64(0)
+class Results(NamedTuple):
+    """Hold device functions that return a run's results from shared memory, over all warps.
+
+    sum_of      (head, number): the sum of weight times value
+    total_of    (head,): the sum of the weights
+    maximum_of  (head,): the largest score
+    """
+
+    sum_of: Function
+    total_of: Function
+    maximum_of: Function
 
 
-def _as_they_are(key_length: int) -> Source:
-    def query(
-        _: Any,
-        q: int,
-        kv_head: int,
-        block: int,
+@cache
+def results_of(key_length: int, value_length: int) -> Results:
+    """Return where `attend` leaves what comes of a run."""
+    results_at, result_bytes = free_bytes_at(key_length), _result_bytes(value_length)
+
+    def sum_of(head: int, number: int) -> Any:
+        return _sum_of_warps(results_at + _place_of(head, number), result_bytes)
+
+    def total_of(head: int) -> Any:
+        return _sum_of_warps(_TOTALS + 4 * head, 4 * TILE)
+
+    def maximum_of(head: int) -> Any:
+        return _largest_of_warps(_MAXIMA + 4 * head)
+
+    return Results(sum_of, total_of, maximum_of)
+
+
+@cache
+def attending(key_length: int, value_length: int) -> Attending:
+    """Return how a block of threads attends."""
+    loads, pieces = key_length // 32, value_length // 64
+    results = 16 * pieces  # of a lane
+    key_words = 4 * loads
+    load_queries, load_key = loader_of_queries(loads), loader_of_words(loads, 64)
+    score, load_values, mix = products(loads), _loader_of_cells(pieces), _mixer(pieces)
+    store_results = _storer(results)
+    key_bytes, value_bytes = 2 * key_length, 2 * value_length
+    result_bytes, scores_at = _result_bytes(value_length), free_bytes_at(key_length)
+    no_scores, no_results = _zeros(8), _zeros(results)
+
+    def announce(
+        run: int, line: int, position: int, warp: int, buffer: int, k_plane: int, v_plane: int
+    ) -> None:
+        number = run * RUN_BLOCKS + warp
+        block = load_i64(line + 8 * min(number, position >> _BLOCK_SHIFT))
+        shared_store_i64(ADDRESSES + 8 * (RUN_BLOCKS * buffer + warp), block)
+        cells = min(position + 1 - BLOCK_CELLS * number, BLOCK_CELLS)
+        if cells > 0:
+            prefetch(block + k_plane, i32(key_bytes * cells))
+            prefetch(block + v_plane, i32(value_bytes * cells))
+
+    def cell_of(first: int, cell: int, last: int, addresses: int, each: int) -> Any:
+        """Return the address of a cell of a run, of the last one that is seen if it is behind."""
+        cell = min(cell, last)
+        block = shared_load_i64(addresses + 8 * ((cell - first) >> _BLOCK_SHIFT))
+        return block + each * (cell & (BLOCK_CELLS - 1))
+
+    def keys_of(first: int, start: int, lane: int, last: int, addresses: int, k_plane: int) -> Any:
+        """Return the words of cells g and 8 + g of a chunk."""
+        g, offset = lane >> 2, k_plane + 16 * (lane & 3)
+        place = cell_of(first, start + g, last, addresses, key_bytes)
+        other = cell_of(first, start + 8 + g, last, addresses, key_bytes)
+        return load_key(place + offset) + load_key(other + offset)
+
+    def values_of(
+        first: int, start: int, lane: int, last: int, addresses: int, v_plane: int
+    ) -> Any:
+        """Return the words of cells 2 * t, 2 * t + 1 and these + 8 of a chunk."""
+        cell, offset = start + 2 * (lane & 3), v_plane + 16 * (lane >> 2)
+        a = cell_of(first, cell, last, addresses, value_bytes)
+        b = cell_of(first, cell + 1, last, addresses, value_bytes)
+        c = cell_of(first, cell + 8, last, addresses, value_bytes)
+        d = cell_of(first, cell + 9, last, addresses, value_bytes)
+        return load_values(a + offset, b + offset, c + offset, d + offset)
+
+    def keep_query(warp: int, lane: int, query: Any) -> None:
+        magnitude = larger_f32(magnitude_of(query[0]), magnitude_of(query[1]))
+        magnitude = larger_f32(magnitude, magnitude_of(query[2]))
+        magnitude = warp_max(larger_f32(magnitude, magnitude_of(query[3])))
+        up, down = power_below(magnitude)
+        shared_store_f32(_SHRUNK + 4 * warp, down)
+        near, far = halves_of(query[0] * up, query[1] * up), halves_of(query[2] * up, query[3] * up)
+        store_query(_QUERIES, warp, min(lane, key_length // 4 - 1), near, far)
+
+    def attend(
+        keys: Any,
+        values: Any,
+        first: int,
+        start: int,
+        last: int,
+        addresses: int,
         k_plane: int,
         v_plane: int,
-        position: int,
-        warp: int,
-        lane: int,
-    ) -> Any:
-        return load_4xf32(q + 16 * min(lane, key_length // 4 - 1))
+        scale: Any,
+        thread: int,
+    ) -> None:
+        warp, lane = thread >> 5, thread & 31
+        g, t = lane >> 2, lane & 3
+        scale *= shared_load_f32(_SHRUNK + 4 * g)
+        behind = start + (last - start + _ROUND & -_ROUND)  # of this warp's chunks
+        scores = scores_at + 4 * thread
 
-    return Source(_nothing, query)
+        words = load_queries(_QUERIES, lane)
+        best, chunk = f32(_MINUS_INFINITY), start
+        while chunk < behind:
+            following = keys
+            if chunk + _ROUND < behind:
+                following = keys_of(first, chunk + _ROUND, lane, last, addresses, k_plane)
+            found = score(words, keys[:key_words], keys[key_words:], no_scores())
+            keys = following
+            seen = last - chunk - 2 * t
+            a = sum_of_parts(found[0], found[2]) * scale if seen >= 0 else f32(_MINUS_INFINITY)
+            b = sum_of_parts(found[1], found[3]) * scale if seen >= 1 else f32(_MINUS_INFINITY)
+            c = sum_of_parts(found[4], found[6]) * scale if seen >= 8 else f32(_MINUS_INFINITY)
+            d = sum_of_parts(found[5], found[7]) * scale if seen >= 9 else f32(_MINUS_INFINITY)
+            best = larger_f32(best, larger_f32(larger_f32(a, b), larger_f32(c, d)))
+            shared_store_f32(scores, a)
+            shared_store_f32(scores + 4 * _THREADS, b)
+            shared_store_f32(scores + 8 * _THREADS, c)
+            shared_store_f32(scores + 12 * _THREADS, d)
+            scores += 16 * _THREADS
+            chunk += _ROUND
+
+        best = larger_f32(best, shuffle_xor_f32(best, 1))
+        best = larger_f32(best, shuffle_xor_f32(best, 2))
+        if t == 0:
+            shared_store_f32(_MAXIMA + 4 * (TILE * warp + g), best)
+        barrier()
+        best = _largest_of_warps(_MAXIMA + 4 * g)
+        # While all scores are -infinity, any finite number gives the weights 0.
+        finite = f32(0.0) if best == f32(_MINUS_INFINITY) else best
+        total, sums = f32(0.0), no_results()
+        scores = scores_at + 4 * thread
+        chunk = start
+        while chunk < behind:
+            more = values
+            if chunk + _ROUND < behind:
+                more = values_of(first, chunk + _ROUND, lane, last, addresses, v_plane)
+            a = exp(shared_load_f32(scores) - finite) * f32(_UNIT)
+            b = exp(shared_load_f32(scores + 4 * _THREADS) - finite) * f32(_UNIT)
+            c = exp(shared_load_f32(scores + 8 * _THREADS) - finite) * f32(_UNIT)
+            d = exp(shared_load_f32(scores + 12 * _THREADS) - finite) * f32(_UNIT)
+            total += (a + b) + (c + d)
+            sums = mix(values, halves_of(a, b) + halves_of(c, d), sums)
+            values = more
+            scores += 16 * _THREADS
+            chunk += _ROUND
+        total += shuffle_xor_f32(total, 1)
+        total += shuffle_xor_f32(total, 2)
+        if t == 0:
+            shared_store_f32(_TOTALS + 4 * (TILE * warp + g), total)
+        barrier()  # the results lie where the scores were
+        store_results(scores_at + result_bytes * warp, lane, sums)
+
+    return Attending(announce, keys_of, values_of, keep_query, attend)
+
+
+def _result_bytes(value_length: int) -> int:
+    """Return how many bytes the results of a warp take."""
+    return 4 * TILE * value_length
+
+
+@cache
+def run_writer(key_length: int, value_length: int) -> Function:
+    """Return a function (work, first_head, used, run, room, thread) that brings what came of a run
+    to the work space: of so many heads from a head of a row on."""
+    results, value_shift = results_of(key_length, value_length), value_length.bit_length() - 1
+    sum_of, total_of, maximum_of = results
+
+    def write(work: int, first_head: int, used: int, run: int, room: int, thread: int) -> None:
+        number = thread
+        while number < used << value_shift:
+            head, value = number >> value_shift, number & (value_length - 1)
+            place = work_of(work, first_head + head, room, value_length)
+            store_f32(place + 4 * (value_length * run + value), sum_of(head, value))
+            number += _THREADS
+        if thread < used:
+            place = work_of(work, first_head + thread, room, value_length)
+            place = maxima_of(place, room, value_length) + 4 * run
+            store_f32(place, maximum_of(thread))
+            store_f32(place + 4 * room, total_of(thread))
+
+    return write
+
+
+# -- the kernel ------------------------------------------------------------------------------------
 
 
 @cache
@@ -276,7 +452,10 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
     Grid (tiles of heads, rows, N), 256 threads; see `runs.py` for the work space that it fills.
     Reads 2 * (key_length + value_length) bytes for each cell and K/V head.
     """
-    attend = halves_attention(key_length, value_length, group, _as_they_are(key_length))
+    announce, keys_of, values_of, keep_query, attend = attending(key_length, value_length)
+    write = run_writer(key_length, value_length)
+    key_plane, value_plane = plane_bytes("f16", key_length), plane_bytes("f16", value_length)
+    tiles = tiles_of(group)
 
     def attention(
         rows: int,
@@ -295,111 +474,6 @@ def halves_attention_kernel(key_length: int, value_length: int, group: int) -> G
         _value_length: int,
         scale: Any,
     ) -> None:
-        attend(
-            rows,
-            sequences,
-            positions,
-            q,
-            blocks,
-            work,
-            table_width,
-            k_offset,
-            v_offset,
-            heads,
-            scale,
-            (0, 0),
-        )
-
-    name = f"attention_halves_{key_length}_{value_length}_{group}"
-    return attention_kernel_of(name, attention, key_length, value_length, group)
-
-
-def attention_kernel_of(
-    name: str, attention: Function, key_length: int, value_length: int, group: int
-) -> GpuKernel:
-    """Return a kernel that calls `halves_attention`."""
-    attention.__name__ = attention.__qualname__ = name
-    tiles, result_bytes = tiles_of(group), 4 * _TILE * value_length
-    return GpuKernel(
-        name,
-        attention,
-        _THREADS,
-        lambda given, most_rows: grid_of(tiles * given["kv_heads"], given, most_rows, _BLOCKS),
-        lambda _: free_bytes_at(key_length) + max(_SCORE_BYTES, WARPS * result_bytes),
-        _REGISTERS,
-    )
-
-
-def free_bytes_at(key_length: int) -> int:
-    """Return where shared memory begins that nobody uses before queries are there: 16 KiB."""
-    return _QUERIES + 4 * _TILE * key_length
-
-
-@cache
-def halves_attention(key_length: int, value_length: int, group: int, source: Source) -> Function:
-    """Return the device function that attends: arguments of `attention`, and what source takes."""
-    loads, pieces = key_length // 32, value_length // 64
-    results = 16 * pieces  # of a lane
-    key_words = 4 * loads
-    load_queries, load_key = loader_of_queries(loads), loader_of_words(loads, 64)
-    score, load_values, mix = products(loads), _loader_of_cells(pieces), _mixer(pieces)
-    store_results = _storer(results)
-    key_bytes, value_bytes = 2 * key_length, 2 * value_length
-    key_plane, value_plane = plane_bytes("f16", key_length), plane_bytes("f16", value_length)
-    tiles = tiles_of(group)
-    result_bytes = 4 * _TILE * value_length  # of a warp
-    scores_at = free_bytes_at(key_length)
-    begin, query_of = source
-    value_shift = value_length.bit_length() - 1
-    no_scores, no_results = _zeros(8), _zeros(results)
-
-    def announce(
-        run: int, line: int, position: int, warp: int, buffer: int, k_plane: int, v_plane: int
-    ) -> None:
-        """Write where a run's block of a warp's number is, and bring what is seen of it nearer."""
-        number = run * RUN_BLOCKS + warp
-        block = load_i64(line + 8 * min(number, position >> _BLOCK_SHIFT))
-        shared_store_i64(_ADDRESSES + 8 * (RUN_BLOCKS * buffer + warp), block)
-        cells = min(position + 1 - BLOCK_CELLS * number, BLOCK_CELLS)
-        if cells > 0:
-            prefetch(block + k_plane, i32(key_bytes * cells))
-            prefetch(block + v_plane, i32(value_bytes * cells))
-
-    def cell_of(first: int, cell: int, last: int, addresses: int, each: int) -> Any:
-        """Return the address of a cell of a run, of the last one that is seen if it is behind."""
-        cell = min(cell, last)
-        block = shared_load_i64(addresses + 8 * ((cell - first) >> _BLOCK_SHIFT))
-        return block + each * (cell & (BLOCK_CELLS - 1))
-
-    def keys_of(first: int, start: int, g: int, last: int, addresses: int, offset: int) -> Any:
-        """Return the words of cells g and 8 + g of a chunk."""
-        place = cell_of(first, start + g, last, addresses, key_bytes)
-        other = cell_of(first, start + 8 + g, last, addresses, key_bytes)
-        return load_key(place + offset) + load_key(other + offset)
-
-    def values_of(first: int, start: int, t: int, last: int, addresses: int, offset: int) -> Any:
-        """Return the words of cells 2 * t, 2 * t + 1 and these + 8 of a chunk."""
-        cell = start + 2 * t
-        a = cell_of(first, cell, last, addresses, value_bytes)
-        b = cell_of(first, cell + 1, last, addresses, value_bytes)
-        c = cell_of(first, cell + 8, last, addresses, value_bytes)
-        d = cell_of(first, cell + 9, last, addresses, value_bytes)
-        return load_values(a + offset, b + offset, c + offset, d + offset)
-
-    def attend(
-        rows: int,
-        sequences: int,
-        positions: int,
-        q: int,
-        blocks: int,
-        work: int,
-        table_width: int,
-        k_offset: int,
-        v_offset: int,
-        heads: int,
-        scale: Any,
-        given: Any,
-    ) -> None:
         tile, row, thread = i64(block_x()), i64(block_y()), i64(thread_index())
         run, step = i64(block_z()), i64(blocks_z())
         count = load_i64(rows)
@@ -408,115 +482,69 @@ def halves_attention(key_length: int, value_length: int, group: int, source: Sou
         last_run = position >> _RUN_SHIFT if row < count else i64(-1)
         line = blocks + 8 * table_width * sequence
         kv_head = tile // tiles
-        first_of_tile = _TILE * (tile - tiles * kv_head)
+        first_of_tile = TILE * (tile - tiles * kv_head)
         k_plane, v_plane = k_offset + key_plane * kv_head, v_offset + value_plane * kv_head
         warp, lane = thread >> 5, thread & 31
         if run <= last_run and lane == 0:
             announce(run, line, position, warp, 0, k_plane, v_plane)
-        own_block = begin(given, line, position, run, step, thread) if run <= last_run else i64(0)
         barrier()
         await_previous()
         if run > last_run:
             return
-        g, t = lane >> 2, lane & 3
         first_head = row * heads + group * kv_head + first_of_tile
-        used = min(group - first_of_tile, _TILE)
-        k_place, v_place = k_plane + 16 * t, v_plane + 16 * g
+        used = min(group - first_of_tile, TILE)
 
         # A warp has a head, and where there are too few of something the last one again.
-        part = min(lane, key_length // 4 - 1)
         place = q + 4 * key_length * (first_head + min(warp, used - 1))
-        query = query_of(given, place, kv_head, own_block, k_plane, v_plane, position, warp, lane)
-        first, addresses, buffer = run << _RUN_SHIFT, i64(_ADDRESSES), i64(0)
-        start, last = first + _CHUNK * warp, min(position, first + RUN_CELLS - 1)
-        keys = keys_of(first, start, g, last, addresses, k_place)
-        magnitude = larger_f32(magnitude_of(query[0]), magnitude_of(query[1]))
-        magnitude = larger_f32(magnitude, magnitude_of(query[2]))
-        magnitude = warp_max(larger_f32(magnitude, magnitude_of(query[3])))
-        up, down = power_below(magnitude)
-        shared_store_f32(_SHRUNK + 4 * warp, down)
-        near, far = halves_of(query[0] * up, query[1] * up), halves_of(query[2] * up, query[3] * up)
-        store_query(_QUERIES, warp, part, near, far)
-        barrier()
-        scale *= shared_load_f32(_SHRUNK + 4 * g)
-
+        query = load_4xf32(place + 16 * min(lane, key_length // 4 - 1))
+        room, buffer = room_for_runs(table_width), i64(0)
+        keep_query(warp, lane, query)
         while True:
+            first, addresses = run << _RUN_SHIFT, ADDRESSES + 8 * RUN_BLOCKS * buffer
+            start, last = first + CHUNK * warp, min(position, first + RUN_CELLS - 1)
+            keys = keys_of(first, start, lane, last, addresses, k_plane)
+            values = values_of(first, start, lane, last, addresses, v_plane)
+            barrier()  # queries are there, and what came of the run in front was read
             buffer = 1 - buffer
             if run + step <= last_run and lane == 0:
                 announce(run + step, line, position, warp, buffer, k_plane, v_plane)
-            behind = start + (last - start + _ROUND & -_ROUND)  # of this warp's chunks
-            scores = scores_at + 4 * thread
-
-            words = load_queries(_QUERIES, lane)
-            best, chunk = f32(_MINUS_INFINITY), start
-            while chunk < behind:
-                following = keys_of(first, chunk + _ROUND, g, last, addresses, k_place)
-                found = score(words, keys[:key_words], keys[key_words:], no_scores())
-                keys = following
-                seen = last - chunk - 2 * t
-                a = sum_of_parts(found[0], found[2]) * scale if seen >= 0 else f32(_MINUS_INFINITY)
-                b = sum_of_parts(found[1], found[3]) * scale if seen >= 1 else f32(_MINUS_INFINITY)
-                c = sum_of_parts(found[4], found[6]) * scale if seen >= 8 else f32(_MINUS_INFINITY)
-                d = sum_of_parts(found[5], found[7]) * scale if seen >= 9 else f32(_MINUS_INFINITY)
-                best = larger_f32(best, larger_f32(larger_f32(a, b), larger_f32(c, d)))
-                shared_store_f32(scores, a)
-                shared_store_f32(scores + 4 * _THREADS, b)
-                shared_store_f32(scores + 8 * _THREADS, c)
-                shared_store_f32(scores + 12 * _THREADS, d)
-                scores += 16 * _THREADS
-                chunk += _ROUND
-
-            values = values_of(first, start, t, last, addresses, v_place)
-            best = larger_f32(best, shuffle_xor_f32(best, 1))
-            best = larger_f32(best, shuffle_xor_f32(best, 2))
-            if t == 0:
-                shared_store_f32(_MAXIMA + 4 * (_TILE * warp + g), best)
+            attend(keys, values, first, start, last, addresses, k_plane, v_plane, scale, thread)
             barrier()
-            best = _largest_of_warps(_MAXIMA + 4 * g)
-            # While all scores are -infinity, any finite number gives the weights 0.
-            finite = f32(0.0) if best == f32(_MINUS_INFINITY) else best
-            total, sums = f32(0.0), no_results()
-            scores = scores_at + 4 * thread
-            chunk = start
-            while chunk < behind:
-                more = values_of(first, chunk + _ROUND, t, last, addresses, v_place)
-                a = exp(shared_load_f32(scores) - finite) * f32(_UNIT)
-                b = exp(shared_load_f32(scores + 4 * _THREADS) - finite) * f32(_UNIT)
-                c = exp(shared_load_f32(scores + 8 * _THREADS) - finite) * f32(_UNIT)
-                d = exp(shared_load_f32(scores + 12 * _THREADS) - finite) * f32(_UNIT)
-                total += (a + b) + (c + d)
-                sums = mix(values, halves_of(a, b) + halves_of(c, d), sums)
-                values = more
-                scores += 16 * _THREADS
-                chunk += _ROUND
-            total += shuffle_xor_f32(total, 1)
-            total += shuffle_xor_f32(total, 2)
-            if t == 0:
-                shared_store_f32(_TOTALS + 4 * (_TILE * warp + g), total)
-            barrier()
-            store_results(scores_at + result_bytes * warp, lane, sums)
-            barrier()
-
-            room = room_for_runs(table_width)
-            number = thread
-            while number < used << value_shift:
-                head, value = number >> value_shift, number & (value_length - 1)
-                place = work_of(work, first_head + head, room, value_length)
-                found = _sum_of_warps(scores_at + _place_of(head, value), result_bytes)
-                store_f32(place + 4 * (value_length * run + value), found)
-                number += _THREADS
-            if thread < used:
-                place = work_of(work, first_head + thread, room, value_length)
-                place = maxima_of(place, room, value_length) + 4 * run
-                total = _sum_of_warps(_TOTALS + 4 * thread, 4 * _TILE)
-                store_f32(place, _largest_of_warps(_MAXIMA + 4 * thread))
-                store_f32(place + 4 * room, total)
+            write(work, first_head, used, run, room, thread)
             run += step
             if run > last_run:
                 return
-            barrier()
-            first, addresses = run << _RUN_SHIFT, _ADDRESSES + 8 * RUN_BLOCKS * buffer
-            start, last = first + _CHUNK * warp, min(position, first + RUN_CELLS - 1)
-            keys = keys_of(first, start, g, last, addresses, k_place)
 
-    return attend
+    name = f"attention_halves_{key_length}_{value_length}_{group}"
+    return attention_kernel_of(name, attention, key_length, value_length, group)
+
+
+def attention_kernel_of(
+    name: str,
+    attention: Function,
+    key_length: int,
+    value_length: int,
+    group: int,
+    own_bytes: int = 0,
+) -> GpuKernel:
+    """Return a kernel whose blocks attend, and have so many bytes of shared memory more."""
+    attention.__name__ = attention.__qualname__ = name
+    tiles, shared_bytes = tiles_of(group), attending_bytes(key_length, value_length) + own_bytes
+    return GpuKernel(
+        name,
+        attention,
+        _THREADS,
+        lambda given, most_rows: grid_of(tiles * given["kv_heads"], given, most_rows, _BLOCKS),
+        lambda _: shared_bytes,
+        _REGISTERS,
+    )
+
+
+def free_bytes_at(key_length: int) -> int:
+    """Return where shared memory begins that nobody uses before `attend`: 16 KiB."""
+    return _QUERIES + 4 * TILE * key_length
+
+
+def attending_bytes(key_length: int, value_length: int) -> int:
+    """Return how much shared memory a block needs to attend, from 0 on."""
+    return free_bytes_at(key_length) + max(_SCORE_BYTES, WARPS * _result_bytes(value_length))

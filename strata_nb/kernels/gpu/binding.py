@@ -95,3 +95,16 @@ def with_loads(function: Function) -> Function:
         return getattr(intrinsics, f"load_{rest}") if first == "fetch" else intrinsic
 
     return Binder(meaning).bind(function)
+
+
+def with_shared(function: Function) -> Function:
+    """Return a copy of a device function that loads from shared memory, and stores there, in place
+    of the card's memory."""
+
+    def meaning(intrinsic: Intrinsic) -> Any:
+        first, _, _ = intrinsic.name.partition("_")
+        if first not in {"load", "store"}:
+            return intrinsic
+        return getattr(intrinsics, f"shared_{intrinsic.name}")
+
+    return Binder(meaning).bind(function)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,12 +19,14 @@ class CardLaunch(NamedTuple):
     label       what it is for, such as "blk.3.attn_q"
     arguments   by name, in the kernel's order: one 64-bit word each, as `program.Launch` has them
     kinds       of the arguments: address, integer or float
+    variant     what the kernel was found by, of those that cards alone have
     """
 
     kernel: GpuKernel
     label: str
     arguments: Mapping[str, int]
     kinds: tuple[str, ...]
+    variant: Any = None
 
     def grid(self, rows: int) -> Grid:
         return self.kernel.grid(self.arguments, rows)

@@ -1,4 +1,4 @@
-"""Join the runs of attention: the second of its two kernels on a card.
+"""Join the runs of attention: the second of its two kernels on a card, or the end of the first.
 
 A block of threads has a head of a row, a thread one value of it:
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from strata_nb.kernels.gpu.activations import quantise_sub_block
 from strata_nb.kernels.gpu.exponential import exp
+from strata_nb.kernels.gpu.held_rows import HELD, write_four
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     await_previous,
@@ -22,9 +23,11 @@ from strata_nb.kernels.gpu.intrinsics import (
     block_x,
     block_y,
     f32,
+    f32_of_bits,
     fma,
     i64,
     larger_f32,
+    load_2xi32,
     load_f32,
     load_i64,
     shared_load_f32,
@@ -32,7 +35,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     store_f32,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, blocks_of, warp_max
+from strata_nb.kernels.gpu.operations import Arguments, Function, GpuKernel, blocks_of, warp_max
 from strata_nb.kernels.gpu.runs import maxima_of, room_for_runs, work_of
 from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.kernels.runs import RUN_CELLS, runs_of
@@ -49,6 +52,7 @@ ARGUMENTS = (
 """Of the kernel, by name and kind. packed: the quantised rows, 0: not wanted."""
 
 _RUN_SHIFT = RUN_CELLS.bit_length() - 1
+_TOGETHER = 8  # threads that have a sub-block
 _AT_ONCE = 8  # runs whose values are on their way together
 _MINUS_INFINITY = float("-inf")
 
@@ -83,6 +87,144 @@ def _joined(values: Any, weights: int, total: Any) -> Any:
     total = fma(shared_load_f32(weights + 20), values[5], total)
     total = fma(shared_load_f32(weights + 24), values[6], total)
     return fma(shared_load_f32(weights + 28), values[7], total)
+
+
+def of_one_run(found: Any, weighed: Any, largest: Any) -> Any:
+    """Return what `combine` makes of a single run: of a value, the sum of the weights, and the
+    largest score."""
+    weight = exp(largest - (f32(0.0) if largest == f32(_MINUS_INFINITY) else largest))
+    mixed = fma(weight, found, f32(0.0))
+    return fma(f32(0.0), found, mixed) / (f32(0.0) + weight * weighed)
+
+
+# -- four values of a head in each thread ----------------------------------------------------------
+
+
+@cache
+def _fours_of(runs: int) -> Function:
+    """Return a function (place, left, step): four values of so many runs, of the last one in place
+    of those behind it; `left` and `step` are those of `_four_of`."""
+
+    def last(place: int, left: int, step: int) -> Any:
+        of_run = place + step * min(left - 1, runs - 1)
+        a, b = load_2xi32(of_run)  # work space of a head begins at any multiple of 8
+        c, d = load_2xi32(of_run + 8)
+        return f32_of_bits(a), f32_of_bits(b), f32_of_bits(c), f32_of_bits(d)
+
+    if runs == 1:
+        return last
+    others = _fours_of(runs - 1)
+
+    def several(place: int, left: int, step: int) -> Any:
+        return others(place, left, step) + last(place, left, step)
+
+    return several
+
+
+@cache
+def _fours_joined(runs: int) -> Function:
+    """Return a function (values, weights, totals): what `_joined` returns, of four values."""
+
+    def one(values: Any, weights: int, totals: Any) -> Any:
+        a, b, c, d = totals
+        weight = shared_load_f32(weights)
+        return (
+            fma(weight, values[0], a),
+            fma(weight, values[1], b),
+            fma(weight, values[2], c),
+            fma(weight, values[3], d),
+        )
+
+    if runs == 1:
+        return one
+    others = _fours_joined(runs - 1)
+
+    def several(values: Any, weights: int, totals: Any) -> Any:
+        return others(values[4:], weights + 4, one(values, weights, totals))
+
+    return several
+
+
+def four_of(thread: Any, count: Any) -> Any:
+    """Return which four values of so many fours a thread has.
+
+    Threads behind them repeat the last sub-block, whose eight threads are quantised together.
+    """
+    return thread if thread < count else count - _TOGETHER + (thread & _TOGETHER - 1)
+
+
+@cache
+def joiner(value_length: int) -> Function:
+    """Return a device function that joins the runs of a row's heads, in one block of threads.
+
+    join(work, first_head, used, runs, room, weights, out, packed, heads, thread): `used` heads from
+    first_head on, one for each warp of the block at most. All threads take part; shared memory from
+    `weights` on is its own, 8 * (runs + 8) bytes for each head.
+    """
+    step = 4 * value_length
+    threads_of_head = value_length // HELD
+    head_shift = threads_of_head.bit_length() - 1
+    load, joined = _fours_of(_AT_ONCE), _fours_joined(_AT_ONCE)
+
+    def weigh(maxima: int, sums: int, runs: int, weights: int, lane: int) -> None:
+        """Write the weights of a head's runs, and behind them what its sums count for."""
+        best, run = f32(_MINUS_INFINITY), lane
+        while run < runs:
+            best = larger_f32(best, load_f32(maxima + 4 * run))
+            run += WARP
+        best = warp_max(best)
+        finite = f32(0.0) if best == f32(_MINUS_INFINITY) else best
+        run = lane
+        while run < runs:
+            weight = exp(load_f32(maxima + 4 * run) - finite)
+            shared_store_f32(weights + 4 * run, weight)
+            weighed = weight * load_f32(sums + 4 * run)
+            shared_store_f32(weights + 4 * (runs + _AT_ONCE + run), weighed)
+            run += WARP
+        if lane < _AT_ONCE:
+            shared_store_f32(weights + 4 * (runs + lane), f32(0.0))
+
+    def join(
+        work: int,
+        first_head: int,
+        used: int,
+        runs: int,
+        room: int,
+        weights: int,
+        out: int,
+        packed: int,
+        heads: int,
+        thread: int,
+    ) -> None:
+        of_head, warp = 8 * (runs + _AT_ONCE), thread >> 5
+        if warp < used:
+            maxima = maxima_of(
+                work_of(work, first_head + warp, room, value_length), room, value_length
+            )
+            weigh(maxima, maxima + 4 * room, runs, weights + of_head * warp, thread & WARP - 1)
+        barrier()
+        four = four_of(thread, used << head_shift)
+        head, within = four >> head_shift, four & threads_of_head - 1
+        place = work_of(work, first_head + head, room, value_length) + 4 * HELD * within
+        own = weights + of_head * head
+        total, run = f32(0.0), i64(0)
+        while run < runs:
+            total += shared_load_f32(own + 4 * (runs + _AT_ONCE + run))
+            run += 1
+        mixed, run = (f32(0.0), f32(0.0), f32(0.0), f32(0.0)), i64(0)
+        while run < runs:
+            found = load(place + step * run, runs - run, step)
+            mixed = joined(found, own + 4 * run, mixed)
+            run += _AT_ONCE
+        a, b, c, d = mixed
+        values = a / total, b / total, c / total, d / total
+        number = threads_of_head * (first_head + head) + within
+        write_four(values, number, out, packed, (value_length * heads) >> 5)
+
+    return join
+
+
+# -- the kernel ------------------------------------------------------------------------------------
 
 
 @cache

@@ -29,6 +29,7 @@ from strata_nb.kernels.gpu.filling import (
     BY_CPU,
     COMES,
     IN_HOST_MEMORY,
+    ROW_BY_CPU,
     ROW_COMES,
     bringer,
     row_bringer,
@@ -86,7 +87,22 @@ def expert_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs
         raise ValueError(f"gate and up of types {gate.name} and {up.name} take no common rows")
     if gate in UNPACKED:
         return _float_gate_up(gate, up, values % EIGHT == 0)
-    return _packed_gate_up(gate, up, values // SUB_BLOCK, outputs % GROUP_ROWS == 0)
+    return _packed_gate_up(gate, up, values // SUB_BLOCK, outputs % GROUP_ROWS == 0, None)
+
+
+def leaving_gate_up_kernel(
+    gate: TensorType, up: TensorType, values: int, outputs: int, leaves: Function
+) -> GpuKernel:
+    """Return a kernel: `expert_gate_up` of packed weights, whose blocks ask whether they leave.
+
+    It has the arguments of `expert_gate_up`, then `chosen shares layer box state`.
+
+    leaves   device function that all threads of a block call behind the wait for the choice; the
+             block has nothing else to do where it returns true:
+             leaves(word, blobs, sources, x, row_bytes, top_k, chosen, shares, layer, box, state,
+             choice, thread), word being that of the choice in `blobs`
+    """
+    return _packed_gate_up(gate, up, values // SUB_BLOCK, outputs % GROUP_ROWS == 0, leaves)
 
 
 def expert_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) -> GpuKernel:
@@ -109,7 +125,7 @@ def passing_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int)
     return _packed_down(kind, values // SUB_BLOCK, outputs % GROUP_ROWS == 0, top_k, True)
 
 
-def _reads(*kinds: TensorType) -> Callable[[Arguments, int], int]:
+def reads_of(*kinds: TensorType) -> Callable[[Arguments, int], int]:
     """Return what says how many bytes of matrices a launch reads, of which each choice has one of
     each type."""
 
@@ -128,10 +144,10 @@ def _asker(kind: TensorType, sub_blocks: int, is_whole: bool) -> Function:
     place  of the first row, which begins a group, in the blob
     """
     row_bytes = row_bytes_of(kind)(sub_blocks)
-    in_sixteens = is_whole and _in_sixteens(row_bytes)
+    is_aligned = is_whole and in_sixteens(row_bytes)
 
     def ask(blob: int, place: int, rows: int) -> None:
-        if in_sixteens and blob & (IN_HOST_MEMORY | COMES) == 0:
+        if is_aligned and blob & (IN_HOST_MEMORY | COMES) == 0:
             prefetch((blob & ADDRESS) + place, i32(rows * row_bytes))
 
     return ask
@@ -142,7 +158,7 @@ def _tile_of(kind: TensorType, sub_blocks: int, table: int) -> Tile:
     return Tile(*map(with_loads, tile_product(kind, sub_blocks, table)))
 
 
-def _in_sixteens(row_bytes: int) -> bool:
+def in_sixteens(row_bytes: int) -> bool:
     """Return whether groups of rows of so many bytes begin at multiples of 16."""
     return GROUP_ROWS * row_bytes % 16 == 0
 
@@ -155,22 +171,22 @@ def _of_shape(name: str, sub_blocks: int, is_whole: bool) -> str:
 #
 # Shared memory holds sums of parts of a row, float32: (gate and up, parts, 32 outputs).
 
-_GROUPS = SUB_BLOCK // GROUP_ROWS
+GROUPS = SUB_BLOCK // GROUP_ROWS
 PARTS = 4  # that the tiles of a row are shared by
-_GATE_UP_THREADS = WARP * _GROUPS * PARTS
-_PART_BITS = (WARP * _GROUPS).bit_length() - 1  # of the number of a thread, below its part
-_SUMS_BYTES = 4 * SUB_BLOCK
+GATE_UP_THREADS = WARP * GROUPS * PARTS
+PART_BITS = (WARP * GROUPS).bit_length() - 1  # of the number of a thread, below its part
+SUMS_BYTES = 4 * SUB_BLOCK
 # What these decode does not fit 64 registers.
-_WIDE = {TensorType.Q3_K, TensorType.IQ2_XS, TensorType.IQ2_S, TensorType.IQ1_M}
+WIDE = {TensorType.Q3_K, TensorType.IQ2_XS, TensorType.IQ2_S, TensorType.IQ1_M}
 # Nor does a tile of gate and one of up, read together, of these.
-_LARGE = {TensorType.Q6_K, TensorType.Q8_0}
+LARGE = {TensorType.Q6_K, TensorType.Q8_0}
 
 
-def _gate_up_grid(arguments: Arguments, most_rows: int) -> Grid:
+def gate_up_grid(arguments: Arguments, most_rows: int) -> Grid:
     return arguments["top_k"], most_rows, blocks_of(arguments["outputs"], SUB_BLOCK)
 
 
-def _finish_gate_up(
+def finish_gate_up(
     gate: Any, up: Any, lane: int, choice: int, inner: int, packed: int, outputs: int
 ) -> None:
     """Write 32 outputs of a choice, one in each lane of a warp."""
@@ -185,42 +201,68 @@ def _finish_gate_up(
         quantise_sub_block(value, lane, target, sub_blocks, number)
 
 
-def _sum_of_parts(place: int) -> Any:
+def sum_of_parts(place: int) -> Any:
     total, part = shared_load_f32(place), 1
     while part < PARTS:
-        total += shared_load_f32(place + _SUMS_BYTES * part)
+        total += shared_load_f32(place + SUMS_BYTES * part)
         part += 1
     return total
 
 
+def _stay(
+    word: Any,
+    blobs: int,
+    sources: int,
+    x: int,
+    row_bytes: int,
+    top_k: int,
+    chosen: int,
+    shares: int,
+    layer: int,
+    box: int,
+    state: int,
+    choice: Any,
+    thread: Any,
+) -> Any:
+    """Return that a block does not leave."""
+    return False
+
+
 @cache
 def _packed_gate_up(
-    gate_kind: TensorType, up_kind: TensorType, sub_blocks: int, is_whole: bool
+    gate_kind: TensorType,
+    up_kind: TensorType,
+    sub_blocks: int,
+    is_whole: bool,
+    leaves: Function | None,
 ) -> GpuKernel:
     """Return the kernel of packed weights: four groups of outputs, whose sums have four parts.
 
     is_whole   the last group has eight rows too
+    leaves     of `leaving_gate_up_kernel`; None: the kernel is `expert_gate_up`
 
     Reads gate and up once for each choice, and its row, 1.5 bytes a value, for each group.
     """
-    gate_table = 2 * _SUMS_BYTES * PARTS  # behind the sums
+    gate_table = 2 * SUMS_BYTES * PARTS  # behind the sums
     is_one_type = gate_kind is up_kind
     up_table = gate_table if is_one_type else gate_table + table_bytes(gate_kind)
     read_gate, add_gate = _tile_of(gate_kind, sub_blocks, gate_table)
     read_up, add_up = _tile_of(up_kind, sub_blocks, up_table)
-    fill_gate = table_filler(gate_kind, gate_table, _GATE_UP_THREADS)
-    fill_up = table_filler(up_kind, up_table, _GATE_UP_THREADS)
+    fill_gate = table_filler(gate_kind, gate_table, GATE_UP_THREADS)
+    fill_up = table_filler(up_kind, up_table, GATE_UP_THREADS)
     gate_bytes = row_bytes_of(gate_kind)(sub_blocks)
     up_bytes = row_bytes_of(up_kind)(sub_blocks)
-    bring_gate = bringer(_in_sixteens(gate_bytes), _GATE_UP_THREADS)
-    bring_up = bringer(_in_sixteens(up_bytes), _GATE_UP_THREADS)
+    bring_gate = bringer(in_sixteens(gate_bytes), GATE_UP_THREADS)
+    bring_up = bringer(in_sixteens(up_bytes), GATE_UP_THREADS)
     tiles = tiles_of(sub_blocks)
     kinds = {gate_kind, up_kind}
-    are_kept = not kinds & (_WIDE | _LARGE)
+    are_kept = not kinds & (WIDE | LARGE)
     # A loop of a known number of turns has fewer instructions, and takes more registers.
     are_two = tiles == 2 * PARTS and TensorType.Q8_0 not in kinds
+    may_leave = leaves is not None
+    leave = leaves or _stay
 
-    def expert_gate_up(
+    def gate_up(
         rows: int,
         blobs: int,
         sources: int,
@@ -233,11 +275,16 @@ def _packed_gate_up(
         values: int,
         outputs: int,
         row_bytes: int,
+        chosen: int,
+        shares: int,
+        layer: int,
+        box: int,
+        state: int,
     ) -> None:
         in_row, block = i64(block_y()), SUB_BLOCK * i64(block_z())
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
-        number, part = warp & _GROUPS - 1, once_i64(thread >> _PART_BITS)
+        number, part = warp & GROUPS - 1, once_i64(thread >> PART_BITS)
         # A group behind the last is the last again, and its sums are of no output.
         first = min(block + GROUP_ROWS * number, outputs - 1 & -GROUP_ROWS)
         rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
@@ -254,6 +301,22 @@ def _packed_gate_up(
         if in_row >= here:
             return
         word = load_i64(blobs + 8 * choice)
+        if may_leave and leave(
+            word,
+            blobs,
+            sources,
+            x,
+            row_bytes,
+            top_k,
+            chosen,
+            shares,
+            layer,
+            box,
+            state,
+            choice,
+            thread,
+        ):
+            return
         if word & COMES != 0:
             of_block = min(outputs - block, SUB_BLOCK)
             before_gate, before_up = gate_offset + block * gate_bytes, up_offset + block * up_bytes
@@ -275,27 +338,61 @@ def _packed_gate_up(
             tile, turn = tile + PARTS, turn + 1
         gate, up = row_sum(gate), row_sum(up)
         if lane < GROUP_ROWS:
-            place = _SUMS_BYTES * part + 4 * (GROUP_ROWS * number + lane)
+            place = SUMS_BYTES * part + 4 * (GROUP_ROWS * number + lane)
             shared_store_f32(place, gate)
-            shared_store_f32(place + _SUMS_BYTES * PARTS, up)
+            shared_store_f32(place + SUMS_BYTES * PARTS, up)
         barrier()
         if warp == 0:
-            gate = _sum_of_parts(4 * lane)
-            up = _sum_of_parts(4 * lane + _SUMS_BYTES * PARTS)
-            _finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
+            gate = sum_of_parts(4 * lane)
+            up = sum_of_parts(4 * lane + SUMS_BYTES * PARTS)
+            finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
+
+    def expert_gate_up(
+        rows: int,
+        blobs: int,
+        sources: int,
+        x: int,
+        inner: int,
+        packed: int,
+        gate_offset: int,
+        up_offset: int,
+        top_k: int,
+        values: int,
+        outputs: int,
+        row_bytes: int,
+    ) -> None:
+        gate_up(
+            rows,
+            blobs,
+            sources,
+            x,
+            inner,
+            packed,
+            gate_offset,
+            up_offset,
+            top_k,
+            values,
+            outputs,
+            row_bytes,
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
 
     name = _of_shape(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", sub_blocks, is_whole)
     # Two blocks of a multiprocessor, so that all blocks of a row run at once on a large card.
-    registers = MOST_REGISTERS if {gate_kind, up_kind} & _WIDE else 64
+    registers = MOST_REGISTERS if {gate_kind, up_kind} & WIDE else 64
     shared_bytes = up_table + table_bytes(up_kind)
     return GpuKernel(
         name,
-        expert_gate_up,
-        _GATE_UP_THREADS,
-        _gate_up_grid,
+        gate_up if may_leave else expert_gate_up,
+        GATE_UP_THREADS,
+        gate_up_grid,
         lambda _: shared_bytes,
         registers,
-        _reads(gate_kind, up_kind),
+        reads_of(gate_kind, up_kind),
     )
 
 
@@ -353,21 +450,21 @@ def _float_gate_up(gate_kind: TensorType, up_kind: TensorType, in_eights: bool) 
             gate, up = warp_sum(gate), warp_sum(up)
             if lane == 0:
                 shared_store_f32(4 * number, gate)
-                shared_store_f32(4 * number + _SUMS_BYTES, up)
+                shared_store_f32(4 * number + SUMS_BYTES, up)
             number += 1
         barrier()
         if warp == 0:
-            gate, up = shared_load_f32(4 * lane), shared_load_f32(4 * lane + _SUMS_BYTES)
-            _finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
+            gate, up = shared_load_f32(4 * lane), shared_load_f32(4 * lane + SUMS_BYTES)
+            finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
     name = _name(f"expert_gate_up_{gate_kind.name}_{up_kind.name}", in_eights)
     return GpuKernel(
         name,
         expert_gate_up,
         threads,
-        _gate_up_grid,
-        lambda _: 2 * _SUMS_BYTES,
-        reads=_reads(gate_kind, up_kind),
+        gate_up_grid,
+        lambda _: 2 * SUMS_BYTES,
+        reads=reads_of(gate_kind, up_kind),
     )
 
 
@@ -420,7 +517,7 @@ def _packed_down(
     fill = table_filler(kind, table, WARP * _DOWN_WARPS)
     group_row_bytes = row_bytes_of(kind)(sub_blocks)
     ask = _asker(kind, sub_blocks, is_whole)
-    bring = row_bringer(_in_sixteens(group_row_bytes), WARP * _DOWN_WARPS)
+    bring = row_bringer(in_sixteens(group_row_bytes), WARP * _DOWN_WARPS)
 
     def turn_of(warp: int, turn: int) -> Any:
         """Return the item of a warp's turn, and the number of its tile."""
@@ -429,7 +526,8 @@ def _packed_down(
 
     def list_choice(blobs: int, choice: int, share: Any) -> None:
         """Write a choice and its share among those that are not passed over, if it is one."""
-        place, k = 0, 0
+        passes = load_i64(blobs) & ROW_BY_CPU != 0
+        place, k = 0 if passes else choice, 0 if passes else choice
         while k < choice:
             place += 1 if load_i64(blobs + 8 * k) & BY_CPU == 0 else 0
             k += 1
@@ -439,7 +537,8 @@ def _packed_down(
 
     def number_left(blobs: int) -> Any:
         """Return how many choices are not passed over."""
-        left, k = 0, 0
+        passes = load_i64(blobs) & ROW_BY_CPU != 0
+        left, k = 0 if passes else top_k, 0 if passes else top_k
         while k < top_k:
             left += 1 if load_i64(blobs + 8 * k) & BY_CPU == 0 else 0
             k += 1
@@ -591,7 +690,7 @@ def _packed_down(
         WARP * _DOWN_WARPS,
         _down_grid,
         lambda _: shared_bytes,
-        reads=_reads(kind),
+        reads=reads_of(kind),
     )
 
 
@@ -643,7 +742,7 @@ def _float_down(kind: TensorType, in_eights: bool) -> GpuKernel:
             store_f32(place, load_f32(place) + total)
 
     name = _name(f"expert_down_{kind.name}", in_eights)
-    return GpuKernel(name, expert_down, WARP * _FLOAT_WARPS, _down_grid, reads=_reads(kind))
+    return GpuKernel(name, expert_down, WARP * _FLOAT_WARPS, _down_grid, reads=reads_of(kind))
 
 
 def _name(name: str, in_eights: bool) -> str:

@@ -29,7 +29,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     prefetch,
     thread_index,
 )
-from strata_nb.kernels.gpu.operations import Function, GpuKernel, is_last
+from strata_nb.kernels.gpu.operations import ARRIVED, Function, GpuKernel, is_last
 from strata_nb.kernels.gpu.pool_answers import POOL_DOWN
 from strata_nb.kernels.gpu.pooled import answer_taker
 from strata_nb.kernels.gpu.routed import CARD_KERNELS
@@ -103,7 +103,7 @@ def _with_norm(
         rows: int, here: int, x: int, weight: int, out: int, packed: int, blocks: int, eps: Any
     ) -> None:
         thread = i64(thread_index())
-        if is_last(rows, blocks, thread, place) and here > 0:
+        if is_last(rows + ARRIVED, blocks, thread, place) and here > 0:
             values = norm(x, fetch(weight, thread), thread, eps, sums)
             each(values, thread, out, packed)
 
@@ -170,6 +170,7 @@ def _with_norm(
         norm_eps: Any,
     ) -> None:
         here, thread = begin(rows, norm_weight), i64(thread_index())
+        marks = load_i64(blobs)  # `route` was two launches ago
         product(
             rows,
             blobs,
@@ -185,8 +186,8 @@ def _with_norm(
             state,
             idle,
         )
-        if is_last(rows, norm_blocks, thread, place) and here > 0:
-            take(blobs, top_k, y, box, state, thread)
+        if is_last(rows + ARRIVED, norm_blocks, thread, place) and here > 0:
+            take(marks, y, box, state, thread)
             barrier()
             values_here = norm(y, fetch(norm_weight, thread), thread, norm_eps, sums)
             each(values_here, thread, norm_out, norm_packed)

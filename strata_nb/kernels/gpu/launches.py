@@ -10,6 +10,7 @@ left then becomes the card's kernel for it.
     with_shares      a choice of tokens in two launches
     with_ready_rows  of a single row what attention needs, in the attention
     with_routers     of a single row what leads to the choice of experts
+    with_normed_rows products of a single row that norm it
     with_products    products of a single row
     with_last_norms  products that finish a single row, and its norm
     with_answers     where the CPU computes experts of a single row, the wait for it
@@ -27,6 +28,7 @@ from strata_nb.kernels.gpu.attention_slices import with_slices
 from strata_nb.kernels.gpu.batches import WINDOW_ROWS, with_batches
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.last_norm import with_last_norms
+from strata_nb.kernels.gpu.normed_rows import with_normed_rows
 from strata_nb.kernels.gpu.pool_answers import with_answers
 from strata_nb.kernels.gpu.pooled import PoolPlaces
 from strata_nb.kernels.gpu.product_launches import with_products
@@ -41,23 +43,25 @@ def card_launches(
     rows: int,
     pool: PoolPlaces | None = None,
     *,
+    same_bits: bool = True,
     warpgroups: bool = False,
 ) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows.
 
     pool         what it shares with the CPU, which then computes some of the missed experts of one
                  row
+    same_bits    whether a row has the bits of a window however many there are
     warpgroups   whether batches are multiplied by them: the card has them, and a row's bits need
                  not be those of a window
     """
-    found = list(with_runs(program, rows))
+    found = list(with_runs(program, rows, same_bits=same_bits, warpgroups=warpgroups))
     if rows > WINDOW_ROWS:
         found = list(with_batches(list(with_slices(found, rows)), rows, warpgroups=warpgroups))
     found = list(with_shares(with_routes(found, rows, pool)))
     if rows == 1:
         pools = pool is not None
         found = list(with_routers(list(with_ready_rows(found)), pools=pools))
-        found = list(with_products(found))
+        found = list(with_products(list(with_normed_rows(found))))
         found = list(with_answers(list(with_last_norms(found))))
     return [one if isinstance(one, CardLaunch) else card_launch(one) for one in found]
 

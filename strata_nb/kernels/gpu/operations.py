@@ -36,6 +36,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     shuffle_xor_f32,
     shuffle_xor_i32,
 )
+from strata_nb.kernels.table import ROWS_WORDS
 
 Function = Callable[..., Any]
 Grid = tuple[int, int, int]
@@ -113,6 +114,8 @@ def weights_read(kind: TensorType) -> Callable[[Arguments, int], int]:
 
 
 ARRIVED = 8  # bytes from the number of rows to the word in which a launch counts its blocks
+COUNTED = ARRIVED + 4  # and to words in which it counts those of each of its parts
+MOST_COUNTED = (8 * ROWS_WORDS - COUNTED) // 4
 
 
 # -- in kernels ------------------------------------------------------------------------------------
@@ -175,16 +178,16 @@ def block_sum(x: Any, thread: Any, warps: Any) -> Any:
     return warp_sum(shared_load_f32(4 * lane) if lane < warps else f32(0.0))
 
 
-def is_last(rows: Any, blocks: Any, thread: Any, place: Any) -> Any:
+def is_last(word: Any, blocks: Any, thread: Any, place: Any) -> Any:
     """Return whether a block is the last of a launch to come here: it sees what all others wrote.
 
-    rows    address of the number of rows: see `ARRIVED`
+    word    address of an i32, 0 before and after: behind the number of rows, see `ARRIVED`
     place   offset of four bytes of shared memory
 
     All threads of all blocks take part, once in a kernel.
     """
     barrier()
     if thread == 0:
-        shared_store_i32(place, arrive(rows + ARRIVED, i32(blocks - 1)))
+        shared_store_i32(place, arrive(word, i32(blocks - 1)))
     barrier()
     return shared_load_i32(place) == blocks - 1

@@ -12,7 +12,7 @@ from functools import cache
 
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.intrinsics import i64, load_i64, thread_index
-from strata_nb.kernels.gpu.operations import GpuKernel, is_last
+from strata_nb.kernels.gpu.operations import ARRIVED, GpuKernel, is_last
 from strata_nb.kernels.gpu.pooled import answer_taker
 from strata_nb.kernels.gpu.routed import CARD_KERNELS
 from strata_nb.kernels.program import Launch
@@ -52,7 +52,7 @@ def _answered(kernel: GpuKernel, shared_bytes: int, width: int, blocks: int) -> 
         state: int,
         idle: int,
     ) -> None:
-        here, thread = load_i64(rows), i64(thread_index())
+        here, marks, thread = load_i64(rows), load_i64(blobs), i64(thread_index())
         product(
             rows,
             blobs,
@@ -68,8 +68,8 @@ def _answered(kernel: GpuKernel, shared_bytes: int, width: int, blocks: int) -> 
             state,
             idle,
         )
-        if is_last(rows, blocks, thread, place) and here > 0:
-            take(blobs, top_k, y, box, state, thread)
+        if is_last(rows + ARRIVED, blocks, thread, place) and here > 0:
+            take(marks, y, box, state, thread)
 
     return kernel._replace(
         name=f"{kernel.name}_answered_{width}",

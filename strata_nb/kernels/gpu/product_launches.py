@@ -20,12 +20,12 @@ def with_products(program: Sequence[Launch | CardLaunch]) -> Iterator[Launch | C
     """Yield launches, with products of a single row by packed weights as a card has them."""
     at = 0
     while at < len(program):
-        found = _products(program, at)
-        yield _one_row(found) if found else program[at]
+        found = products_from(program, at)
+        yield one_row_launch(found) if found else program[at]
         at += max(1, len(found))
 
 
-def _products(program: Sequence[Launch | CardLaunch], at: int) -> Sequence[Launch]:
+def products_from(program: Sequence[Launch | CardLaunch], at: int) -> Sequence[Launch]:
     """Return the products from a place on that one launch can do: of the same row."""
     first = program[at]
     if isinstance(first, CardLaunch) or not _is_product(first):
@@ -47,10 +47,14 @@ def _go_together(first: Launch, other: Launch | CardLaunch) -> bool:
     return all(one[name] == two[name] for name in _OF_THE_ROW)
 
 
-def _one_row(launches: Sequence[Launch]) -> CardLaunch:
+def types_of(products: Sequence[Launch]) -> tuple[TensorType, ...]:
+    """Return the types of the weights of products."""
+    return tuple(TensorType(one.variant) for one in products)  # type: ignore[arg-type]
+
+
+def one_row_launch(launches: Sequence[Launch]) -> CardLaunch:
     """Return one launch for products of the same row."""
     given = [arguments_of(one) for one in launches]
-    types = tuple(TensorType(one.variant) for one in launches)  # type: ignore[arg-type]
     kinds = dict(zip(given[0], argument_kinds(launches[0]), strict=True))
     words = {name: (given[0][name], kinds[name]) for name in _OF_THE_ROW}
     for number, one in enumerate(given, start=1):
@@ -58,7 +62,7 @@ def _one_row(launches: Sequence[Launch]) -> CardLaunch:
         words |= {name + suffix: (one[name], kinds[name]) for name in _OF_A_WEIGHT}
     first, *others = launches
     return CardLaunch(
-        one_row_kernel(types, given[0]["values"], [one["outputs"] for one in given]),
+        one_row_kernel(types_of(launches), given[0]["values"], [one["outputs"] for one in given]),
         ", ".join([first.label, *(one.label.rpartition(".")[2] for one in others)]),
         {name: word for name, (word, _) in words.items()},
         tuple(kind for _, kind in words.values()),

@@ -53,7 +53,7 @@ class CardKernel(NamedTuple):
     def part(self, given: Mapping[str, int], variant: Any = None, label: str = "") -> CardLaunch:
         """Return a launch of it; of what is given it takes what it has arguments for."""
         arguments = {name: given[name] for name in self.arguments}
-        return CardLaunch(self.find(variant, arguments), label, arguments, self.kinds)
+        return CardLaunch(self.find(variant, arguments), label, arguments, self.kinds, variant)
 
 
 def card_kernel(arguments: str, find: Callable[[Any, Arguments], GpuKernel]) -> CardKernel:

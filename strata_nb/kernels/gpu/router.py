@@ -18,6 +18,8 @@ from typing import Any
 
 from strata_nb.formats import TensorType, row_bytes
 from strata_nb.kernels.gpu.card_launch import CardLaunch
+from strata_nb.kernels.gpu.early_choice import post_logit, posts_at
+from strata_nb.kernels.gpu.early_gate_up import early_gate_up
 from strata_nb.kernels.gpu.float_linear import WARPS, add_eight, parts_of
 from strata_nb.kernels.gpu.floats import EIGHT, FLOATS
 from strata_nb.kernels.gpu.functions import arguments_of
@@ -41,6 +43,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     thread_index,
 )
 from strata_nb.kernels.gpu.operations import (
+    ARRIVED,
     GpuKernel,
     blocks_of,
     is_last,
@@ -51,7 +54,7 @@ from strata_nb.kernels.gpu.routing import expert_of, route_bytes, route_row
 from strata_nb.kernels.program import Launch
 
 _THREADS = WARP * WARPS
-_ROUTE = CARD_KERNELS["route"]
+_ROUTE, _GATE_UP = CARD_KERNELS["route"], CARD_KERNELS["expert_gate_up"]
 _ARGUMENTS = (
     ("x", "address"),
     ("norm_weight", "address"),
@@ -60,8 +63,11 @@ _ARGUMENTS = (
     ("weight", "address"),
     ("bias", "address"),
     ("eps", "float"),
+    ("posts", "address"),
+    ("stamp", "integer"),
 )
-"""Of the kernel, by name and kind, in front of those of `route`: of the norm and of the product."""
+"""Of the kernel, by name and kind, in front of those of `route`: of the norm, of the product, and
+what logits are posted with (`early_choice.py`)."""
 
 # Shared memory: sums of the norm, then of the product's parts; the row. Behind it, or behind what
 # `route_row` has, whether the block is the last.
@@ -76,11 +82,19 @@ def with_routers(
 
     pools   who goes to the CPU is chosen as well
     """
-    at = 0
+    at = stamp = 0
     while at < len(program):
-        found = _router(*program[at : at + 3], pools=pools) if at + 2 < len(program) else None
+        three = program[at : at + 3]
+        found = _router(*three, stamp=stamp + 1, pools=pools) if len(three) == 3 else None
         yield found or program[at]
         at += 3 if found else 1
+        if found is None:
+            continue
+        stamp += 1
+        behind = program[at] if at < len(program) else None
+        if isinstance(behind, CardLaunch) and tuple(behind.arguments) == _GATE_UP.arguments:
+            yield early_gate_up(behind, found.arguments) or behind
+            at += 1
 
 
 def _router(
@@ -88,6 +102,7 @@ def _router(
     product: Launch | CardLaunch,
     route: Launch | CardLaunch,
     *,
+    stamp: int,
     pools: bool,
 ) -> CardLaunch | None:
     """Return one launch for a norm, a product and a choice, None where they are something else."""
@@ -113,8 +128,9 @@ def _router(
     if not all(fits.values()):
         return None
     given = {**second, **first, "norm_weight": first["weight"], "weight": second["weight"]}
+    given |= {"posts": posts_at(first["rows"]), "stamp": stamp}
     return CardLaunch(
-        router_kernel(kind, width, experts, pools),
+        router_kernel(kind, width, experts, last["top_k"], pools),
         f"{norm.label}, {product.label.rpartition('.')[2]}, {route.label.rpartition('.')[2]}",
         {**{name: given[name] for name, _ in _ARGUMENTS}, **last},
         (*(kind for _, kind in _ARGUMENTS), *route.kinds),
@@ -122,9 +138,9 @@ def _router(
 
 
 @cache
-def router_kernel(kind: TensorType, width: int, experts: int, pools: bool) -> GpuKernel:
+def router_kernel(kind: TensorType, width: int, experts: int, top_k: int, pools: bool) -> GpuKernel:
     """Return the kernel for a type of `FLOATS`, a row of a width that its blocks can norm, and at
-    most as many experts as they have threads; `pools` as `route_row` has it.
+    most as many experts as they have threads; the others as `route_row` has them.
 
     Its grid is experts / 8 * parts, of 256 threads. Each block reads the row and the norm's
     weights, 8 bytes a value, and its part of the router.
@@ -149,7 +165,7 @@ def router_kernel(kind: TensorType, width: int, experts: int, pools: bool) -> Gp
         if (number >> 5) % blocks == block_x():
             write_four(four, number, out, packed, width >> 5)
 
-    of_thread, route_one = expert_of(True, pools), route_row(True, pools)
+    of_thread, route_one = expert_of(True, pools), route_row(experts, top_k, True, pools)
     fetch, norm, keep_each = row_norm(width, _THREADS, keep)
     write_each = row_norm(width, _THREADS, write).each
 
@@ -168,6 +184,8 @@ def router_kernel(kind: TensorType, width: int, experts: int, pools: bool) -> Gp
         weight: int,
         bias: int,
         eps: Any,
+        posts: int,
+        stamp: int,
         rows: int,
         logits: int,
         positions: int,
@@ -183,7 +201,7 @@ def router_kernel(kind: TensorType, width: int, experts: int, pools: bool) -> Gp
         blobs: int,
         sources: int,
         _experts: int,
-        top_k: int,
+        _top_k: int,
         renormalise: int,
     ) -> None:
         thread, block = i64(thread_index()), i64(block_x())
@@ -214,8 +232,10 @@ def router_kernel(kind: TensorType, width: int, experts: int, pools: bool) -> Gp
             while other < parts:
                 total += shared_load_f32(_SUMS + 4 * (warp + other))
                 other += 1
-            store_f32(logits + 4 * output, total + before if bias != 0 else total)
-        if is_last(rows, blocks, thread, place):
+            logit = total + before if bias != 0 else total
+            post_logit(posts, output, logit, stamp)
+            store_f32(logits + 4 * output, logit)
+        if is_last(rows + ARRIVED, blocks, thread, place):
             route_one(
                 0,
                 of_expert,
@@ -232,14 +252,12 @@ def router_kernel(kind: TensorType, width: int, experts: int, pools: bool) -> Gp
                 shares,
                 blobs,
                 sources,
-                experts,
-                top_k,
                 renormalise,
             )
         write_each(values, thread, out, packed)  # nobody waits for it here
 
     return GpuKernel(
-        f"router_{kind.name}_{width}_{experts}{'_pool' if pools else ''}".lower(),
+        f"router_{kind.name}_{width}_{experts}_{top_k}{'_pool' if pools else ''}".lower(),
         router,
         _THREADS,
         lambda _, __: (blocks, 1, 1),

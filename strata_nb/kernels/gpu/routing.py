@@ -2,8 +2,10 @@
 
 A row has a block, and an expert a thread. Each thread counts how many experts come before its own:
 those of a larger logit, and of an equal one the lower numbers. That takes no exchange of values
-between lanes and no sorting, and logits are read four at a time from shared memory. With 128
-experts a warp has a few hundred instructions; with twice as many there are four times as many.
+between lanes and no sorting, and logits, as integers in the same order, are read four at a time
+from shared memory. With 128 experts a warp has a few hundred instructions; with twice as many there
+are four times as many. How many experts there are and how many are chosen is part of the code: it
+is run once in a while, and a card waits for code that it jumps over.
 
 Kernels of cards read the row of a choice where it is, so choices stay in the order of rows and are
 not sorted by expert. What they need of an expert is its address: `route` looks it up, and whether
@@ -33,6 +35,7 @@ from strata_nb.kernels.gpu.filling import (
     LISTS_BYTES,
     LOWEST,
     NOT_POSTED,
+    ROW_BY_CPU,
     ROW_COMES,
     cpu_share_of,
     gain_of,
@@ -48,6 +51,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     add_i64,
     await_previous,
     barrier,
+    bits_of_f32,
     block_x,
     f32,
     i32,
@@ -55,7 +59,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     load_f32,
     load_i64,
     load_u16,
-    shared_load_4xf32,
+    shared_load_4xi32,
     shared_load_f32,
     shared_load_i32,
     shared_store_f32,
@@ -75,12 +79,13 @@ from strata_nb.kernels.gpu.operations import (
 
 _MOST_EXPERTS = 1024  # threads of a block
 _MOST_CHOICES = 64
-_INFINITY = math.inf
+LOWEST_LOGIT = -math.inf
+_MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
 
 # Shared memory: the sums of `block_sum`; numbers of the chosen; what the chosen raise,
 # by ascending number; the largest logit; what `filling.py` needs: the gains of the chosen,
-# who of them is missed, who may leave, and whether somebody comes; the logit of every expert, and
-# of none up to whole warps.
+# who of them is missed, who may leave, whether somebody comes, and whether somebody goes to the
+# CPU; the key of every expert, and of none up to whole warps.
 _NUMBERS = 4 * WARP
 _RAISED = _NUMBERS + 4 * _MOST_CHOICES
 _MOST = _RAISED + 4 * _MOST_CHOICES
@@ -88,48 +93,61 @@ _GAINS = _MOST + 16
 _MISSED = _GAINS + 4 * _MOST_CHOICES
 _LISTS = _MISSED + 4 * _MOST_CHOICES
 _COMING = _LISTS + LISTS_BYTES
-_LOGITS = _COMING + 16
+_BY_CPU = _COMING + 4
+_KEYS = _COMING + 16
 
 
 def route_bytes(threads: int) -> int:
     """Return how much shared memory `route_row` has for a block of so many threads, from 0 on."""
-    return _LOGITS + 4 * threads
+    return _KEYS + 4 * threads
 
 
-def _before(own: Any, logit: Any, last: Any) -> Any:
-    """Return how many experts come before one's own; `last` is behind those of the last warp.
+def without_nan(logit: Any) -> Any:
+    """Return a logit, the lowest there is in place of a NaN."""
+    return logit if logit >= f32(LOWEST_LOGIT) else f32(LOWEST_LOGIT)
 
-    Equal logits count of warps before, and do not of warps behind: only one's own warp looks at
-    numbers, which is half of the work.
+
+def key_of(logit: Any) -> Any:
+    """Return an integer that is larger than another one where the logit is; none is a NaN."""
+    bits = bits_of_f32(logit + f32(0.0))  # -0 is 0
+    return i32(bits ^ (bits >> 31 & _MAGNITUDE))
+
+
+def experts_before(own: Any, key: Any, keys: Any, first: Any, count: int) -> Any:
+    """Return how many of `count` experts from `first` on come before one's own, of whose key this
+    is, without equal ones of one's own four (`equals_before`); first and count are multiples of
+    four, and where there are no experts up to there, their keys are the lowest.
+
+    Fours before one's own count where they are not less, those behind where they are larger.
     """
-    here = own & -WARP
-    found, other = i32(0), i64(0)
-    while other < here:
-        a, b, c, d = shared_load_4xf32(_LOGITS + 4 * other)
-        found = _counted(found, a >= logit, b >= logit, c >= logit, d >= logit)
+    counts, other, four = (i32(0), i32(0), i32(0), i32(0)), i64(0), i32((own & -4) - first)
+    keys += 4 * first
+    while other < count:
+        least = i32(key - 1 if i32(other) < four else key)
+        a, b, c, d = shared_load_4xi32(keys + 4 * other)
+        counts = _counted(counts, a > least, b > least, c > least, d > least)
         other += 4
-    behind = i32(own - here)
-    while other < here + WARP:
-        a, b, c, d = shared_load_4xf32(_LOGITS + 4 * other)
-        found = _counted(
-            found,
-            a >= logit if behind > 0 else a > logit,
-            b >= logit if behind > 1 else b > logit,
-            c >= logit if behind > 2 else c > logit,
-            d >= logit if behind > 3 else d > logit,
-        )
-        behind = i32(behind - 4)
-        other += 4
-    while other < last:
-        a, b, c, d = shared_load_4xf32(_LOGITS + 4 * other)
-        found = _counted(found, a > logit, b > logit, c > logit, d > logit)
-        other += 4
-    return found
+    return i32(i32(counts[0] + counts[1]) + i32(counts[2] + counts[3]))
 
 
-def _counted(found: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Return a number of 32 bits and how many of four conditions hold."""
-    return i32(found + (1 if a else 0) + (1 if b else 0) + (1 if c else 0) + (1 if d else 0))
+def equals_before(own: Any, key: Any, keys: Any) -> Any:
+    """Return how many experts of one's own four have the same key and a lower number."""
+    a, b, c, _ = shared_load_4xi32(keys + 4 * (own & -4))
+    place = i32(own & 3)
+    found = i32(1 if place > 0 and a == key else 0)
+    found += 1 if place > 1 and b == key else 0
+    return i32(found + (1 if place > 2 and c == key else 0))
+
+
+def _counted(counts: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Return four numbers, which do not wait for each other, and 1 more where a condition holds."""
+    first, second, third, last = counts
+    return (
+        i32(first + 1) if a else first,
+        i32(second + 1) if b else second,
+        i32(third + 1) if c else third,
+        i32(last + 1) if d else last,
+    )
 
 
 def chosen_ids(rank: Any, expert: Any, forced: Any, position: int, top_k: Any) -> Any:
@@ -149,11 +167,11 @@ def chosen_ids(rank: Any, expert: Any, forced: Any, position: int, top_k: Any) -
     return found
 
 
-def _place_by_number(number: Any, top_k: Any) -> Any:
-    """Return how many of the chosen have a lower number."""
+def place_by_number(number: Any, numbers: Any, top_k: Any) -> Any:
+    """Return how many of the chosen, whose numbers are there in shared memory, have a lower one."""
     place, other = i64(0), i64(0)
     while other < top_k:
-        place += 1 if shared_load_i32(_NUMBERS + 4 * other) < number else 0
+        place += 1 if shared_load_i32(numbers + 4 * other) < number else 0
         other += 1
     return place
 
@@ -206,17 +224,19 @@ def expert_of(decides: bool, pools: bool) -> Function:
 
 
 @cache
-def route_row(decides: bool, pools: bool) -> Function:
-    """Return a device function that chooses the experts of a row, in a block of as many threads as
-    experts at least.
+def route_row(experts: int, top_k: int, decides: bool, pools: bool) -> Function:
+    """Return a device function that chooses so many experts of a row, in a block of as many threads
+    as there are experts at least.
 
     decides   who comes to a slot as well, which takes that there is a single row
     pools     and who goes to the CPU
 
     route(row, own, logits, position, forced, addresses, homes, seen, plan, use, tally, chosen,
-    shares, blobs, sources, experts, top_k, renormalise); own is a thread's, from `expert_of`, and
-    position the address of the row's
+    shares, blobs, sources, renormalise); own is a thread's, from `expert_of`, and position the
+    address of the row's
     """
+
+    padded = -(-experts // 4) * 4
 
     def route(
         row: Any,
@@ -234,21 +254,24 @@ def route_row(decides: bool, pools: bool) -> Function:
         shares: int,
         blobs: int,
         sources: int,
-        experts: int,
-        top_k: int,
         renormalise: int,
     ) -> None:
         address, home, window, used, order, heat, gain, cpu_share = own
-        thread, lowest = i64(thread_index()), f32(-_INFINITY)
+        thread, lowest = i64(thread_index()), f32(LOWEST_LOGIT)
         is_expert, is_miss = thread < experts, address == home
         logit = load_f32(logits + 4 * (experts * row + thread)) if is_expert else lowest
-        ranked = logit if logit >= lowest else lowest  # NaN
-        shared_store_f32(_LOGITS + 4 * thread, ranked)
+        ranked = without_nan(logit)
+        key = key_of(ranked)
+        shared_store_i32(_KEYS + 4 * thread, key)
         barrier()
-        rank = i64(_before(thread, ranked, experts + WARP - 1 & -WARP)) if is_expert else top_k
+        rank = i64(top_k)
+        if is_expert:
+            rank = i64(experts_before(thread, key, _KEYS, 0, padded))
+            rank += equals_before(thread, key, _KEYS)
         if rank == 0:
             shared_store_f32(_MOST, ranked)
             shared_store_i32(_COMING, i32(0))
+            shared_store_i32(_BY_CPU, i32(0))
         rank = chosen_ids(rank, thread, forced, position, top_k)
         is_chosen = rank < top_k
         if is_chosen:
@@ -265,8 +288,10 @@ def route_row(decides: bool, pools: bool) -> Function:
         by_cpu = False
         if pools and is_chosen and is_miss and cpu_share > 0:
             by_cpu = goes_to_cpu(thread, gain, cpu_share, _NUMBERS, _GAINS, _MISSED, top_k)
+            if by_cpu:
+                shared_store_i32(_BY_CPU, i32(ROW_BY_CPU))
         slot, marks = i64(0), i64(0)
-        if decides and _somebody_wants(top_k):
+        if decides and (cpu_share > 0 or _somebody_wants(top_k)):
             if is_chosen and gain > f32(LOWEST) and not by_cpu:
                 slot = slot_for(
                     thread, gain, _NUMBERS, _GAINS, top_k, _LISTS, plan, addresses, homes
@@ -274,11 +299,11 @@ def route_row(decides: bool, pools: bool) -> Function:
                 if slot != 0:
                     shared_store_i32(_COMING, i32(ROW_COMES))
             barrier()
-            marks = i64(shared_load_i32(_COMING))
+            marks = i64(shared_load_i32(_COMING)) | i64(shared_load_i32(_BY_CPU))
         raised = exp(logit - shared_load_f32(_MOST)) if is_expert else f32(0.0)
         place = i64(0)
         if is_chosen:
-            place = _place_by_number(i32(thread), top_k)
+            place = place_by_number(i32(thread), _NUMBERS, top_k)
             choice = top_k * row + place
             store_i64(chosen + 8 * choice, thread)
             word = address + (IN_HOST_MEMORY if is_miss else 0) + (BY_CPU if by_cpu else 0)
@@ -302,9 +327,9 @@ def route_row(decides: bool, pools: bool) -> Function:
 
 
 @cache
-def _route(decides: bool, pools: bool) -> Function:
+def _route(experts: int, top_k: int, decides: bool, pools: bool) -> Function:
     """Return the kernel `route`."""
-    of_thread, route_one = expert_of(decides, pools), route_row(decides, pools)
+    of_thread, route_one = expert_of(decides, pools), route_row(experts, top_k, decides, pools)
 
     def route(
         rows: int,
@@ -321,8 +346,8 @@ def _route(decides: bool, pools: bool) -> Function:
         shares: int,
         blobs: int,
         sources: int,
-        experts: int,
-        top_k: int,
+        _experts: int,
+        _top_k: int,
         renormalise: int,
     ) -> None:
         row, count = i64(block_x()), load_i64(rows)
@@ -345,8 +370,6 @@ def _route(decides: bool, pools: bool) -> Function:
                 shares,
                 blobs,
                 sources,
-                experts,
-                top_k,
                 renormalise,
             )
 
@@ -358,10 +381,12 @@ def _grid(_: Arguments, most_rows: int) -> Grid:
 
 
 @cache
-def _of_threads(threads: int, decides: bool, pools: bool) -> GpuKernel:
+def _of_shape(experts: int, top_k: int, decides: bool, pools: bool) -> GpuKernel:
+    threads = WARP * blocks_of(experts, WARP)
     shared_bytes = route_bytes(threads)
-    name = f"route_{threads}{'_alone' if decides else ''}{'_pool' if pools else ''}"
-    return GpuKernel(name, _route(decides, pools), threads, _grid, lambda _: shared_bytes)
+    name = f"route_{experts}_{top_k}{'_alone' if decides else ''}{'_pool' if pools else ''}"
+    route = _route(experts, top_k, decides, pools)
+    return GpuKernel(name, route, threads, _grid, lambda _: shared_bytes)
 
 
 def route_kernel(experts: int, top_k: int, *, decides: bool, pools: bool = False) -> GpuKernel:
@@ -379,4 +404,4 @@ def route_kernel(experts: int, top_k: int, *, decides: bool, pools: bool = False
             f"not {top_k:,} of {experts:,}",
             hint="compute on the processor: --device host",
         )
-    return _of_threads(WARP * blocks_of(experts, WARP), decides, pools)
+    return _of_shape(experts, top_k, decides, pools)

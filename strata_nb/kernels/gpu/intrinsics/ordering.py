@@ -84,6 +84,32 @@ arrive = Intrinsic(
 )
 
 
+def _amd_posted(builder: Any, arguments: list[Any]) -> Any:
+    place = in_global(builder, arguments[0], llvm_type("i64"))
+    return builder.load_atomic(place, "monotonic", 8)
+
+
+def _amd_post(builder: Any, arguments: list[Any]) -> None:
+    place = in_global(builder, arguments[0], llvm_type("i64"))
+    builder.store_atomic(arguments[1], place, "monotonic", 8)
+
+
+# A word that another launch looks for while this one runs: it is there as a whole, and says nothing
+# of what else was written.
+post_i64 = Intrinsic(
+    "post_i64",
+    "void(i64, i64)",
+    ptx=("st.relaxed.gpu.global.s64 [$0], $1;", "l,l,~{memory}"),
+    amdgpu=_amd_post,
+)
+posted_i64 = Intrinsic(
+    "posted_i64",
+    "i64(i64)",
+    ptx=("ld.relaxed.gpu.global.s64 $0, [$1];", "=l,l,~{memory}"),
+    amdgpu=_amd_posted,
+)
+
+
 # -- with the host ---------------------------------------------------------------------------------
 #
 # Host and card exchange words of memory that both have mapped. Who has written all that a word
