@@ -18,6 +18,7 @@ from strata_nb.device_programs import Emitted, TablePlaces, emit
 from strata_nb.device_sizes import Given, Sizes, measure
 from strata_nb.errors import ConfigError
 from strata_nb.gguf import GGUFFile
+from strata_nb.loading_layout import dense_layout
 from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers
 from strata_nb.options import Options
@@ -71,7 +72,7 @@ def lay_out(asked: Asked, given: Given) -> Laid:
     sizes = measure(asked.file, asked.model, options, ctx_size)
     wanted_slots = device_needs.slots_wanted(options, sizes.slots, backend)
     rules = device_needs.growth_rules(options, ctx_size, backend)
-    unplaced, weight_bytes = loading.dense_layout(asked.file, sizes.dense)
+    unplaced, weight_bytes = dense_layout(asked.file, sizes.dense)
     emitted = emit(
         asked.model,
         sizes,

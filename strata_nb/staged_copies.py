@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 from strata_nb.addresses import memory_view
 from strata_nb.execution import ExecutionDriver
+from strata_nb.interrupts import interrupts_later
 
 PLACES = 4
 PLACE_BYTES = 4 << 20
@@ -40,8 +41,9 @@ class StagedCopies:
             self._turn = (self._turn + 1) % PLACES
             self._driver.event_synchronize(read)
             memory_view(place, part)[:] = memory_view(source + start, part)
-            self._driver.copy_async(destination + start, place, part, stream)
-            self._driver.event_record(read, stream)
+            with interrupts_later():  # a copy without its event would be written over
+                self._driver.copy_async(destination + start, place, part, stream)
+                self._driver.event_record(read, stream)
 
     def close(self) -> None:
         """Free the staging, whose copies have ended; may be called twice."""

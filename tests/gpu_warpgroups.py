@@ -50,11 +50,11 @@ def meaning(name: str, fault: type[Exception]) -> Callable[..., Any] | None:
         return _multiply(int(found[1]), fault)
     if found := re.fullmatch(r"store_sums_(\d+)_(\d+)", name):
         return _store(*map(int, found.groups()), fault)
-    if found := re.fullmatch(r"(score|mixed)_products_(\d+)_(\d+)", name):
-        sizes = int(found[2]), int(found[3])
-        if found[1] == "score":
-            return _attend(sizes[0], CHUNK * sizes[1], fault, are_keys=True)
-        return _attend(sizes[1], sizes[0], fault, are_keys=False)
+    if found := re.fullmatch(r"(key|value)_products_(\d+)_(\d+)", name):
+        columns, depth = int(found[2]), CHUNK * int(found[3])
+        if found[1] == "key":
+            return _attend(columns, depth, fault, are_keys=True)
+        return _attend(depth, columns, fault, are_keys=False)
     if name in ("await_products", "await_older_products"):
         left = 1 if name == "await_older_products" else 0
 

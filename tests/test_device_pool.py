@@ -49,7 +49,7 @@ from strata_nb.kernels.pool_state import (
     WAITED_NS,
     WORDS,
 )
-from strata_nb.loading import ExpertPart
+from strata_nb.loading_layout import ExpertPart
 from strata_nb.models.tensors import EXPERT_PARTS
 
 

@@ -160,6 +160,7 @@ def test_a_row_is_what_card_and_cpu_make_of_it_together(
     np.testing.assert_allclose(row.arrays["y"], row.expected(), rtol=2e-5, atol=2e-5)
     assert row.words(mailbox.POSTED)[0] == row.state[pool_state.POSTS // 8] == 1
     assert row.state[pool_state.CHOICES // 8] == len(by_cpu)
+    assert row.state[pool_state.BESIDE // 8] == 0
     assert row.state[pool_state.ERROR // 8] == 0
     box = int(row.box.ctypes.data)
     assert box + mailbox.POSTED in row.memory.released
@@ -199,8 +200,8 @@ def test_a_card_does_not_wait_for_ever(is_aborted: bool) -> None:
     assert row.words(mailbox.POSTED)[0] == 1
 
 
-def test_a_card_says_how_long_it_waited() -> None:
-    row = Row([3])
+def test_a_card_says_how_long_it_waited_and_adds_nothing_before() -> None:
+    row = Row([3], 256, 32)  # so that several warps add the answer
     answer, tick_ns = row.answer, row.memory.tick_ns
     seen_ns: list[int] = []
 
@@ -216,6 +217,17 @@ def test_a_card_says_how_long_it_waited() -> None:
     assert alone > 0
     assert waited > 50 * tick_ns
     assert 100 * tick_ns < alone + waited < 105 * tick_ns
+    np.testing.assert_allclose(row.arrays["y"], row.expected(), rtol=2e-5, atol=2e-5)
+
+
+def test_a_window_of_no_rows_posts_nothing_and_adds_nothing() -> None:
+    row = Row([3])
+    row.arrays["rows"][0] = 0
+    answer = mailbox.answer_offset(row.width)
+    row.box[answer : answer + 4 * row.width].view(np.float32)[:] = 1  # of an older post
+    row.run(row.launches(pooled=True))
+    assert row.words(mailbox.POSTED)[0] == 0
+    assert same_bits(row.arrays["y"], row.before)
 
 
 @pytest.mark.parametrize("width", [32, 256, 384, 416])
@@ -247,5 +259,6 @@ def test_who_reads_over_the_link_waits_until_the_message_is_on_its_way() -> None
     before = row.memory.clock_ns
     row.run([gate_up])
     passed = row.memory.clock_ns - before
+    assert row.state[[pool_state.CHOICES // 8, pool_state.BESIDE // 8]].tolist() == [1, 2]
     assert row.arrays["sources"].tolist() == [0, 0, 1, 0]
     assert POST_NS < passed < 2 * POST_NS  # choice 0 in vain: blocks run one behind the other here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -236,3 +237,29 @@ def test_copies_through_a_staging_bring_every_byte_though_the_source_changes() -
         driver.stream_destroy(stream)
         driver.free(target)
         assert driver.live() == {}
+
+
+def test_a_copy_that_is_interrupted_has_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, recorded = np.zeros(4096, np.uint8), []
+    with closing(HostDriver(parse_host_devices("host:1x64MiB"))) as driver:
+        driver.mem_info(0)
+        target, stream = driver.allocate(source.size, 0), driver.stream_create(0)
+        copy, record = driver.copy_async, driver.event_record
+
+        def interrupted(*given: int) -> None:
+            copy(*given)
+            signal.raise_signal(signal.SIGINT)
+
+        def noted(event: int, on: int) -> None:
+            record(event, on)
+            recorded.append(on)
+
+        with closing(StagedCopies(driver, 0)) as copies:
+            monkeypatch.setattr(driver, "copy_async", interrupted)
+            monkeypatch.setattr(driver, "event_record", noted)
+            with pytest.raises(KeyboardInterrupt):
+                copies.copy(target, source.ctypes.data, source.size, stream)
+            assert recorded == [stream]
+            driver.stream_synchronize(stream)
+        driver.stream_destroy(stream)
+        driver.free(target)

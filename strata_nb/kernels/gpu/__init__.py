@@ -20,7 +20,7 @@ Kernels and what they are made of, in the order of a step:
 
     embedding.py
     normalising.py, held_rows.py, activations.py, gating.py     norms, quantising, gates of rows
-    linear.py, one_row.py, float_linear.py                      rows times a weight
+    linear.py, one_row.py, normed_rows.py, float_linear.py      rows times a weight
     rotation.py, preparing.py, planes.py                        positions, the K/V
     attention.py, attention_halves.py, halves.py, runs.py, combining.py
                                                                 attention of windows
@@ -29,7 +29,7 @@ Kernels and what they are made of, in the order of a step:
     attention_batches.py, attention_blocks.py, attention_fragments.py, attention_spans.py,
     attention_weights.py                                        the same in an order of its own
     router.py, routing.py, filling.py                           the choice of experts, and of slots
-    experts.py, pooled.py, early_*.py, normed_rows.py           the chosen experts of all rows
+    experts.py, expert_*.py, pooled.py, early_*.py              the chosen experts of all rows
     grouping.py, grouped.py, gathering.py                       experts of prompt batches
     batch_*.py, fragments.py, scaling.py                        products of many rows
     warpgroup_*.py, half_stages.py                              the same by warpgroups

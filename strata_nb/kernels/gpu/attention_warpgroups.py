@@ -1,4 +1,18 @@
-"""Attention of a prompt batch by warpgroups (a try)."""
+"""Attention of a prompt batch over halves by warpgroups, on cards of compute capability 9.0.
+
+It computes what `attention_batches.py` does, rounds the same numbers and chooses offsets the same
+way (`attention_weights.py`). Products read keys and values from shared memory by themselves, and
+take half the time; a block has two warpgroups of 64 pairs, which take turns in the halves of a
+step:
+
+    even half   the first multiplies: weights of the block before with its values, queries with the
+                keys of this one; the second weighs the block before
+    odd half    the second multiplies the same, and the first weighs this block
+
+so that products and all else go on beside each other. Halves begin with a barrier. In shared memory
+are keys of two K/V blocks and values of three: behind the barrier of an even half the next block's
+are sent on their way, to where the block before had its keys.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +57,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     quotient_i32,
     thread_index,
 )
-from strata_nb.kernels.gpu.intrinsics.attending import mixed_products, score_products
+from strata_nb.kernels.gpu.intrinsics.attending import key_products, value_products
 from strata_nb.kernels.gpu.intrinsics.warpgroups import (
     PIECE_BYTES,
     ROW_BYTES,
@@ -70,7 +84,14 @@ def _place_of(row: Any, piece: Any) -> Any:
 
 
 def _two(place: int, by: Any) -> Any:
+    """Return two floats times a number, as a word of halves."""
     return halves_of_f32(load_f32(place) * by, load_f32(place + 4) * by)
+
+
+def _no_weights() -> Any:
+    nothing = i32(0)
+    four = nothing, nothing, nothing, nothing
+    return four + four + four + four
 
 
 @cache
@@ -104,8 +125,8 @@ def warpgroup_attention_kernel(key_length: int, value_length: int) -> GpuKernel:
     sift = sifter(value_length, threads, _place_of)
     columns = value_length // CHUNK
     load_queries = _query_loader(key_length // CHUNK)
-    multiply = score_products(BLOCK_CELLS, key_length // CHUNK)
-    mix = mixed_products(value_length, BLOCK_CELLS)
+    multiply = key_products(BLOCK_CELLS, key_length)
+    mix = value_products(value_length, BLOCK_CELLS)
     begun, no_sums = of_pairs(_CHUNKS), of_pairs(columns)
     only_seen, largest, begin_with = seen_ones(_CHUNKS), largest_of(_CHUNKS), beginner(_CHUNKS)
     tame, weigh = tamer(_CHUNKS, columns), weights_of(_CHUNKS)
@@ -114,11 +135,6 @@ def warpgroup_attention_kernel(key_length: int, value_length: int) -> GpuKernel:
     def following(values: Any) -> Any:
         """Return the place of values behind one of three."""
         return i32(values + value_bytes) if values < shared_bytes - value_bytes else i32(values_at)
-
-    def no_weights() -> Any:
-        nothing = i32(0)
-        four = nothing, nothing, nothing, nothing
-        return four + four + four + four
 
     def attention(
         rows: int,
@@ -169,8 +185,9 @@ def warpgroup_attention_kernel(key_length: int, value_length: int) -> GpuKernel:
             block = load_i64(line + 8 * min(1, end_block - 1))
             zero = f32(0.0)
             offsets, totals, sums = (zero, zero), (zero, zero), no_sums(zero, zero)
-            found, weights = begun(zero, zero), no_weights()
-            half, keys, values, before = i32(0), i32(0), i32(values_at), i32(values_at)
+            found, weights = begun(zero, zero), _no_weights()
+            half, keys = i32(0), i32(0)
+            values, before = i32(values_at), i32(values_at)  # of this block, of the one before
             while half < 2 * end_block + GROUPS:
                 number = half >> 1
                 first = BLOCK_CELLS * number
@@ -189,7 +206,7 @@ def warpgroup_attention_kernel(key_length: int, value_length: int) -> GpuKernel:
                         barrier()
                 own = half - warpgroup
                 if own >= 0 and own & 1 == 0:
-                    if own > 0:
+                    if own > 0:  # there was a block before
                         sums = mix(sums, weights, before)
                     if own >> 1 < end_block:
                         found = multiply(begun(offsets[0], offsets[1]), queries, keys)

@@ -28,7 +28,8 @@ from strata_nb.kernels.gpu.batch_products import (
     batch_up_kernel,
 )
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
-from strata_nb.kernels.gpu.experts import PARTS, parts_of_down
+from strata_nb.kernels.gpu.expert_down import parts_of_down
+from strata_nb.kernels.gpu.expert_gate_up import PARTS
 from strata_nb.kernels.gpu.floats import EIGHT
 from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.gathering import sum_kernel

@@ -34,7 +34,7 @@ _MODULE = "strata_nb.kernels.gpu.cubins"
 _MOST_PROCESSES = 16  # the longest kernel takes a tenth of the time of all
 # What takes longest comes first, so that no process is left with it at the end. Beginnings of
 # names.
-_LONGEST = ("attention_tiles", "attention_", "batch_", "router_", "expert_")
+_LONGEST = ("attention_tiles", "warpgroup_", "attention_", "batch_", "router_", "expert_")
 _PACKAGE = Path(__file__).parents[2]
 # Folders and files of the package that kernels are made of.
 _SOURCES = ("kernels", "quants", "packing.py", "formats.py")

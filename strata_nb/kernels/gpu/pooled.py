@@ -31,18 +31,9 @@ from typing import Any, NamedTuple
 
 from strata_nb.formats import TensorType
 from strata_nb.kernels import mailbox
-from strata_nb.kernels.gpu.experts import (
-    GATE_UP_THREADS,
-    leaving_gate_up_kernel,
-    passing_down_kernel,
-)
-from strata_nb.kernels.gpu.filling import (
-    BY_CPU,
-    COMES,
-    IN_HOST_MEMORY,
-    NOT_POSTED,
-    ROW_BY_CPU,
-)
+from strata_nb.kernels.gpu.expert_down import passing_down_kernel
+from strata_nb.kernels.gpu.expert_gate_up import GATE_UP_THREADS, leaving_gate_up_kernel
+from strata_nb.kernels.gpu.filling import BY_CPU, COMES, IN_HOST_MEMORY, NOT_POSTED, ROW_BY_CPU
 from strata_nb.kernels.gpu.intrinsics import (
     await_previous,
     barrier,

@@ -19,6 +19,7 @@ the code for AMD. A warp has 32 lanes everywhere.
     bytes_of_words.py   bytes chosen by numbers
     matrices.py         products of matrices
     warpgroups.py       products of matrices by four warps together, on cards that can
+    attending.py        the same for attention
 
 Types of the signatures: i32, i64, f32, and tuples of them. Integers are signed.
 

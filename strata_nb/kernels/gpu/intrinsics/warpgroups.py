@@ -40,8 +40,9 @@ _REGISTER = "strata_sum"  # of PTX, and a number
 
 # Where a matrix is, in a word of 64 bits: its address in sixteens; how far eight rows are from the
 # next eight, in sixteens, from bit 32 on; and in bits 62 and 63 the order of pieces. The distance
-# between matrices side by side, from bit 16 on, counts for nothing in this order.
-_DESCRIPTOR = 1 << 16 | (8 * ROW_BYTES >> 4) << 32 | 1 << 62
+# between matrices side by side, from bit 16 on, counts where these are columns of B, and else for
+# nothing in this order.
+_DESCRIPTOR = (8 * ROW_BYTES >> 4) << 32 | 1 << 62
 _ADDRESS = 0x3FFFF
 
 
@@ -64,13 +65,18 @@ def _names(columns: int) -> str:
     return ", ".join(f"{_REGISTER}{number}" for number in range(columns // 2))
 
 
-def _descriptor(builder: Any, offset: Any) -> Any:
+def descriptor(builder: Any, offset: Any, apart_bytes: int = 16) -> Any:
+    """Emit the word that says where a matrix is, of an offset within shared memory.
+
+    apart_bytes   between matrices side by side
+    """
     from llvmlite import ir
 
     word, wide = ir.IntType(32), ir.IntType(64)
     place = builder.and_(_place(builder, offset), ir.Constant(word, _ADDRESS))
     place = builder.lshr(place, ir.Constant(word, 4))
-    return builder.or_(builder.zext(place, wide), ir.Constant(wide, _DESCRIPTOR))
+    whole = ir.Constant(wide, _DESCRIPTOR | apart_bytes >> 4 << 16)
+    return builder.or_(builder.zext(place, wide), whole)
 
 
 @cache
@@ -93,7 +99,7 @@ def multiply(rows: int) -> Intrinsic:
     """
 
     def emit(builder: Any, arguments: list[Any]) -> None:
-        a, b = (_descriptor(builder, one) for one in arguments)
+        a, b = (descriptor(builder, one) for one in arguments)
         lines = ["{ .reg .pred adds; .reg .b64 a, b; setp.eq.u32 adds, 0, 0;"]
         lines += ["wgmma.fence.sync.aligned;"]
         for step in range(K // _STEP):
