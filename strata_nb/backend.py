@@ -150,7 +150,10 @@ class Backend(Protocol[Prepared]):
         """
 
     def packed_row_bytes(self, values: int) -> int:
-        """Return the bytes that a buffer of quantised rows of activations has for each."""
+        """Return the bytes from a quantised row of activations to the next."""
+
+    def beside_row_bytes(self, values: int) -> int:
+        """Return the bytes that a buffer of quantised rows has for each behind all of them."""
 
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         """Let programs leave missed experts of a single row to the CPU; return what they share.
@@ -275,6 +278,9 @@ class HostBackend:
 
     def packed_row_bytes(self, values: int) -> int:
         return row_bytes(values)
+
+    def beside_row_bytes(self, values: int) -> int:
+        return 0
 
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         raise AssertionError("the host computes all experts itself")

@@ -188,7 +188,10 @@ class CardBackend:
         return MOST_ROWS if most >= LARGE_CARD_BYTES else USUAL_ROWS
 
     def packed_row_bytes(self, values: int) -> int:
-        return row_bytes(values) + (room_of_halves(values) if self._by_warpgroups else 0)
+        return row_bytes(values)
+
+    def beside_row_bytes(self, values: int) -> int:
+        return room_of_halves(values) if self._by_warpgroups else 0
 
     # Programs.
 

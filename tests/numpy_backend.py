@@ -44,6 +44,9 @@ class NumpyBackend:
     def packed_row_bytes(self, values: int) -> int:
         return 4 * values
 
+    def beside_row_bytes(self, values: int) -> int:
+        return 0
+
     def compile(self, programs: Sequence[Program], progress: Any, say: Any, **_: Any) -> None:
         pass
 

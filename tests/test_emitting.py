@@ -53,6 +53,9 @@ class RecordingBackend:
     def packed_row_bytes(self, values: int) -> int:
         return row_bytes(values)
 
+    def beside_row_bytes(self, values: int) -> int:
+        return 0
+
     def compile(
         self, programs: Sequence[Program], progress: object, say: object, **_: object
     ) -> None:
@@ -422,6 +425,22 @@ def test_only_a_backend_that_attends_in_runs_gets_space_for_them(tmp_path: Path)
             assert len(set(places)) == 1  # all layers use the same
             sizes.append(found.buffers.size_bytes)
     assert sizes[0] < sizes[1]
+
+
+def test_what_is_kept_beside_quantised_rows_keeps_no_row_from_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path, *CASES[0])
+    with opened(path) as found:
+        of_rows = found.buffers.size_bytes
+    monkeypatch.setattr(RecordingBackend, "beside_row_bytes", lambda self, values: 2 * values)
+    with opened(path) as found:
+        assert found.buffers.size_bytes > of_rows
+        of_experts = [one for one in found.launches if one.kernel == "expert_gate_up"]
+        assert of_experts
+        for one in of_experts:
+            given = arguments_of(one)
+            assert given["row_bytes"] == row_bytes(given["values"])
 
 
 def test_models_use_every_kernel_of_the_table(emitted: Emitted) -> None:
