@@ -6,6 +6,7 @@ Usage:
 
 Options:
   --device=TEXT    as --device has it [default: cuda:0]
+  --deterministic  multiply as under --deterministic, with the bits of windows
   --rows=LIST      of a batch [default: 512,4096]
   --types=LIST     of the dense matrices [default: Q4_K,Q6_K,Q8_0]
   --shapes=LIST    of the dense matrices, outputs x values [default: 4096x2048,512x2048,2048x4096]
@@ -17,12 +18,14 @@ Options:
   -o FILE          write the figures here, not to bench/results/card_batches.json
 
 Weights are random blocks. Routes are those of random logits. Of the products of dense matrices four
-rows are compared, bit by bit, with those of a window. Each time is the median of 21 replays of a
+rows are compared with those of a window: bit by bit, or how far they are off, as a share of their
+root mean square. Each time is the median of 21 replays of a
 graph of one launch, or of all launches of the layer. TOPS count two operations for each weight and
 row.
 
-Beside them are shares: of what the card could issue if nothing but the inner loop were there, and
-of cuBLAS in bfloat16 at the same total size, in the same run; without the library only the first.
+Beside them are shares: of cuBLAS in bfloat16 at the same total size, in the same run, where there
+is the library; and of products of bytes, of what the card could issue if nothing but the inner loop
+were there.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from strata_nb.card_backend import CardBackend  # noqa: E402
 from strata_nb.errors import UnsupportedDevice  # noqa: E402
 from strata_nb.formats import TensorType, block_layout  # noqa: E402
 from strata_nb.kernels.gpu.card_launch import CardLaunch  # noqa: E402
-from strata_nb.kernels.gpu.launches import card_launches  # noqa: E402
+from strata_nb.kernels.gpu.warpgroup_launches import room_of_halves  # noqa: E402
 from strata_nb.kernels.groups import groups_at  # noqa: E402
 from strata_nb.kernels.host import activations  # noqa: E402
 from strata_nb.kernels.program import Launch, launch  # noqa: E402
@@ -63,7 +66,9 @@ DIFFERENT_EXPERTS = 4
 COMPARED = 4  # rows
 # Instructions of a warp for 64 values of 16 outputs and 8 rows (`kernels/gpu/batch_tiles.py`).
 INSTRUCTIONS = {TensorType.Q4_K: 34, TensorType.Q5_K: 34, TensorType.Q6_K: 44}
-PRODUCTS = ("batch_expert_", "batch_up_")
+# Kernels of experts' products, and how many matrices each multiplies with.
+PRODUCTS = {"batch_expert_": 1, "batch_up_": 1, "warpgroup_expert_": 1, "warpgroup_gate_up_": 2}
+OF_WARPGROUPS = "warpgroup_"
 OPERATIONS = 2 * 64 * 16 * 8  # of the same
 
 
@@ -76,13 +81,15 @@ def main() -> None:
     with closing(backend.open_backend(arguments["--device"], cpu.physical_cores())) as card:
         if not isinstance(card, CardBackend):
             raise UnsupportedDevice(f"{card.name}: no card", hint="--device=cuda:0")
+        card.same_bits = bool(arguments["--deterministic"])
         peer = Cublas(card)
         for rows in batches:
             for name in arguments["--types"].split(","):
                 for shape in arguments["--shapes"].split(","):
                     outputs, values = (int(word) for word in shape.split("x"))
                     one = dense(card, TensorType[name], outputs, values, rows)
-                    one |= shares([TensorType[name]], one["tops"], issues)
+                    if not one["kernel"].startswith(OF_WARPGROUPS):
+                        one |= shares([TensorType[name]], one["tops"], issues)
                     one |= {"cublas_tops": peer.tops([(rows, outputs, values)])}
                     figures["dense"].append(one)
                     show(f"{rows:5} rows  {name} {shape}", one)
@@ -93,7 +100,9 @@ def main() -> None:
             for one in layer.measured():
                 types = one.pop("types")
                 if types:
-                    one |= shares(types, one["tops"], issues) | {"cublas_tops": cublas}
+                    one |= {"cublas_tops": cublas}
+                if card.same_bits:
+                    one |= shares(types, one["tops"], issues)
                 figures["experts"].append(one)
                 show(f"{rows:5} rows  {one['label']} {one['kernel']}", one)
     store(
@@ -107,7 +116,7 @@ def main() -> None:
 
 def shares(kinds: list[TensorType], tops: float, issues: float) -> dict[str, float]:
     """Return which share of the card's instructions products of these types reach, if counted."""
-    if not tops or not set(kinds) <= set(INSTRUCTIONS):
+    if not tops or not kinds or not set(kinds) <= set(INSTRUCTIONS):
         return {}
     instructions = sum(INSTRUCTIONS[kind] for kind in kinds) / len(kinds)
     return {"share_of_issues": tops * 1e12 * instructions / OPERATIONS / issues}
@@ -164,10 +173,12 @@ def weights(kind: TensorType, outputs: int, values: int) -> NDArray[np.uint8]:
 
 
 def quantised_rows(rows: int, values: int) -> NDArray[np.uint8]:
+    """Return quantised rows, with room for what becomes of them."""
     x = np.random.default_rng(1).standard_normal((DIFFERENT_ROWS, values)).astype(np.float32)
     packed = np.empty((DIFFERENT_ROWS, row_bytes(values)), np.uint8)
     activations.quantise_rows(x.ctypes.data, packed.ctypes.data, values, 0, DIFFERENT_ROWS)
-    return np.resize(packed, (rows, packed.shape[1]))
+    quantised = np.resize(packed, (rows, packed.shape[1]))
+    return np.concatenate([quantised.ravel(), np.zeros(room_of_halves(values) * rows, np.uint8)])
 
 
 def dense(
@@ -189,7 +200,7 @@ def dense(
 
         def product(count: int) -> list[CardLaunch]:
             one = launch("linear", memory.words("linear", given), variant=kind, label="product")
-            return list(card_launches((one,), count))
+            return list(card.launches((one,), count))
 
         many, few = product(rows), product(COMPARED)
         compiled(card, [*many, *few])
@@ -201,25 +212,30 @@ def dense(
         card.fetch(given["y"], wanted)
     if not np.all(np.isfinite(found)) or not np.any(found):
         raise SystemExit(f"{kind.name} {outputs} x {values}: the products are no numbers")
-    same = bool(np.array_equal(found, wanted))
-    if not same:
-        print(f"the bits differ from those of a window, by {np.abs(found - wanted).max()}")
+    off = float(np.abs(found - wanted).max() / np.sqrt(np.mean(wanted**2)))
+    if off:
+        print(f"off the products of a window by {off:.2e}")
     return {
         "rows": rows,
         "type": kind.name,
         "outputs": outputs,
         "values": values,
-        "kernel": many[0].kernel.name,
+        "kernel": many[-1].kernel.name,
         "us": us,
         "tops": 2 * rows * outputs * values / us["median"] / 1e6,
-        "same_bits_as_a_window": same,
+        "off_a_window": off,
     }
 
 
-def _type_of(kernel: str) -> TensorType | None:
-    """Return the type of weights that a kernel of experts' products has; None for others."""
+def _types_of(kernel: str) -> list[TensorType]:
+    """Return the types of a kernel of experts' products, of each matrix; none of other kernels."""
     prefix = next((one for one in PRODUCTS if kernel.startswith(one)), None)
-    return TensorType[kernel.removeprefix(prefix).upper()] if prefix else None
+    if prefix is None:
+        return []
+    name = kernel.removeprefix(prefix)
+    if kernel.startswith(OF_WARPGROUPS):
+        name = name.rpartition("_")[0]  # without the rows of a block
+    return PRODUCTS[prefix] * [TensorType[name.upper()]]
 
 
 class Layer:
@@ -234,7 +250,9 @@ class Layer:
     def measured(self) -> list[dict[str, Any]]:
         """Return the time of each launch, and of all."""
         with ExitStack() as made:
-            launches = list(card_launches(self._program(Memory(self._card, made)), self._rows))
+            launches = list(
+                self._card.launches(self._program(Memory(self._card, made)), self._rows)
+            )
             compiled(self._card, launches)
             timed(self._card, launches, self._rows)  # so that each launch finds its arguments
             found = [self._figures([one]) for one in launches]
@@ -243,15 +261,19 @@ class Layer:
     def _figures(self, some: list[CardLaunch]) -> dict[str, Any]:
         us = timed(self._card, some, self._rows)
         alone = len(some) == 1
-        products = [one.arguments for one in some if one.kernel.name.startswith(PRODUCTS)]
-        weights = sum(one["outputs"] * one["values"] for one in products)
+        types = [_types_of(one.kernel.name) for one in some]
+        weights = sum(
+            len(matrices) * one.arguments["outputs"] * one.arguments["values"]
+            for one, matrices in zip(some, types, strict=True)
+            if matrices
+        )
         return {
             "rows": self._rows,
             "label": some[0].label if alone else "layer",
             "kernel": some[0].kernel.name if alone else f"{len(some)} launches",
             "us": us,
             "tops": 2 * self._rows * self.top_k * weights / us["median"] / 1e6,
-            "types": [_type_of(one.kernel.name) for one in some if _type_of(one.kernel.name)],
+            "types": [kind for matrices in types for kind in matrices],
         }
 
     def products(self) -> list[tuple[int, int, int]]:

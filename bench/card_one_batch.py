@@ -44,7 +44,6 @@ from card_graphs import (  # noqa: E402 - bench/ is no package
 from strata_nb import Engine, Options  # noqa: E402
 from strata_nb.card_profile import profile_window  # noqa: E402
 from strata_nb.kernels.gpu.card_launch import CardLaunch  # noqa: E402
-from strata_nb.kernels.gpu.launches import card_launches  # noqa: E402
 
 SEED = 1
 SPARE_CELLS = 64
@@ -78,7 +77,7 @@ def main() -> None:
 def _profiled(engine: Engine, rows: int, depth: int) -> dict[str, Any]:
     model = engine._device()
     card, many = card_of(engine), model._steps._many
-    launches = card_launches(many._programs.body, rows)
+    launches = card.launches(many._programs.body, rows)
 
     def seconds(some: Any) -> float:
         with ExitStack() as owner:
@@ -133,7 +132,8 @@ def _operations(one: CardLaunch, rows: int) -> int:
     """Return how many operations a product of weights needs, 0 of other launches."""
     given = one.arguments
     if {"values", "outputs"} <= set(given):
-        return 2 * rows * given.get("top_k", 1) * given["values"] * given["outputs"]
+        matrices = 2 if "gate_offset" in given else 1
+        return 2 * matrices * rows * given.get("top_k", 1) * given["values"] * given["outputs"]
     return 0
 
 

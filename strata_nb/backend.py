@@ -80,6 +80,8 @@ class Backend(Protocol[Prepared]):
     gathers_rows    whether rows are brought into the order of experts, or read where they are
     overlaps    whether kernels begin while the one in front of them ends; may be turned off before
                 programs are prepared
+    same_bits   whether a prompt batch gives a row the bits that a window gives it; may be turned on
+                before programs are prepared
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
     fills       whether programs give missed experts slots (`cache/filling.py`); else the host does
     pools       whether programs can leave missed experts to the CPU (`device_pool.py`)
@@ -100,6 +102,7 @@ class Backend(Protocol[Prepared]):
     def device(self) -> int: ...
 
     overlaps: bool
+    same_bits: bool
 
     @property
     def has_slots(self) -> bool: ...
@@ -147,7 +150,7 @@ class Backend(Protocol[Prepared]):
         """
 
     def packed_row_bytes(self, values: int) -> int:
-        """Return the bytes of a quantised row of activations."""
+        """Return the bytes that a buffer of quantised rows of activations has for each."""
 
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         """Let programs leave missed experts of a single row to the CPU; return what they share.
@@ -164,11 +167,13 @@ class Backend(Protocol[Prepared]):
         progress: Progress | None,
         say: Say,
         *,
+        batches: Sequence[Program] = (),
         batch_rows: int = 0,
     ) -> None:
         """Compile what programs launch, wherever their buffers will be: the long part of `prepare`.
 
-        batch_rows   as `prepare` has it
+        batches      programs of prompt batches, where these are programs apart
+        batch_rows   most rows of those
 
         `progress` is told of (kernels done, in all), `say` of a wait.
         """
@@ -244,7 +249,7 @@ class HostBackend:
     chooses_tokens = attends_in_runs = batches_apart = fills = pools = False
     gathers_rows = True
     outside_bytes = reserve_bytes = 0
-    overlaps = False
+    overlaps, same_bits = False, True
 
     def __init__(self, text: str, threads: int, recorder: Recorder | None = None) -> None:
         devices = parse_host_devices(text)
@@ -280,9 +285,10 @@ class HostBackend:
         progress: Progress | None,
         say: Say,
         *,
+        batches: Sequence[Program] = (),
         batch_rows: int = 0,
     ) -> None:
-        compile_ahead(programs, progress=progress, say=say)
+        compile_ahead([*programs, *batches], progress=progress, say=say)
         self._threads()  # who cannot start them hears it before a model is loaded
 
     def prepare(

@@ -43,6 +43,7 @@ from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.pooled import PoolPlaces
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES, plain_read_launch
+from strata_nb.kernels.gpu.warpgroup_launches import room_of_halves
 from strata_nb.kernels.pool_state import WORDS
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
@@ -137,8 +138,10 @@ class CardBackend:
     driver     of the card, already open; closed by `close`
     compiler   makes machine code for this card
     recorder   writes down what the driver is asked; it stays the caller's
+    has_warpgroups   whether the card has their products (`kernels/gpu/warpgroup_tiles.py`)
     """
 
+    same_bits = False
     overlaps = True  # kernels begin while the one in front of them ends, on cards that can
     has_slots, of_host, most_rows = True, False, MOST_ROWS
     chooses_tokens = attends_in_runs = batches_apart = fills = pools = True
@@ -153,8 +156,11 @@ class CardBackend:
         compiler: Compile,
         threads: int,
         recorder: Recorder | None = None,
+        *,
+        has_warpgroups: bool = False,
     ) -> None:
         self.name, self.device, self.threads = text, device, threads
+        self.has_warpgroups = has_warpgroups
         self.warnings: list[str] = []
         self._card = driver
         self._compiler = compiler
@@ -182,9 +188,24 @@ class CardBackend:
         return MOST_ROWS if most >= LARGE_CARD_BYTES else USUAL_ROWS
 
     def packed_row_bytes(self, values: int) -> int:
-        return row_bytes(values)
+        return row_bytes(values) + (room_of_halves(values) if self._by_warpgroups else 0)
 
     # Programs.
+
+    def launches(self, program: Program, rows: int) -> Sequence[CardLaunch]:
+        """Return what this card launches, in order, for a program of so many rows."""
+        return card_launches(
+            program,
+            rows,
+            self._pool,
+            same_bits=self.same_bits,
+            warpgroups=self._by_warpgroups,
+        )
+
+    @property
+    def _by_warpgroups(self) -> bool:
+        """Whether batches are multiplied by them."""
+        return self.has_warpgroups and not self.same_bits
 
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         box_bytes, state_bytes = mailbox.box_bytes(width), -(-8 * WORDS // 256) * 256
@@ -201,12 +222,15 @@ class CardBackend:
         progress: Progress | None,
         say: Say,
         *,
+        batches: Sequence[Program] = (),
         batch_rows: int = 0,
     ) -> None:
         wanted: dict[str, Wanted] = {}
-        for program in programs:
-            for rows in _sizes(batch_rows):
-                for one in card_launches(program, rows, self._pool):
+        sizes = [(program, _sizes(0)) for program in programs]
+        sizes += [(program, _sizes(batch_rows)) for program in batches]
+        for program, numbers in sizes:
+            for rows in numbers:
+                for one in self.launches(program, rows):
                     one.grid(rows)  # refused before a model is loaded
                     if one.kernel.name not in self._machine:
                         wanted[one.kernel.name] = (one.kernel, one.kinds)
@@ -221,7 +245,8 @@ class CardBackend:
     def prepare(
         self, programs: Sequence[Program], *, batch_rows: int = 0, cuts: Sequence[int] = ()
     ) -> list[CardProgram]:
-        self.compile(programs, None, lambda _: None, batch_rows=batch_rows)
+        windows, batches = ((), programs) if batch_rows else (programs, ())
+        self.compile(windows, None, lambda _: None, batches=batches, batch_rows=batch_rows)
         return [self._prepare(program, _sizes(batch_rows), cuts) for program in programs]
 
     def _prepare(self, program: Program, sizes: Sequence[int], cuts: Sequence[int]) -> CardProgram:
@@ -232,7 +257,7 @@ class CardBackend:
 
     def _graph(self, piece: Program, rows: int) -> int:
         """Return an executable graph of a piece of a program."""
-        launches = card_launches(piece, rows, self._pool)
+        launches = self.launches(piece, rows)
         for one in launches:
             self._load(one.kernel, one.shared_bytes)
         return self._instantiated(launches, rows)
@@ -348,7 +373,7 @@ class CardBackend:
         until the part is there. The programs run again and again, with what the last step had sent;
         what they count is put back.
         """
-        launches = [one for program in programs for one in card_launches(program, rows, self._pool)]
+        launches = [one for program in programs for one in self.launches(program, rows)]
         self.wait()
         self._send_tables()
         try:

@@ -79,6 +79,7 @@ def _backend(
     from strata_nb.card_backend import CardBackend
     from strata_nb.kernels.gpu.compile import link
     from strata_nb.kernels.gpu.cubins import Cubins
+    from strata_nb.kernels.gpu.intrinsics.warpgroups import WITH_WARPGROUPS
 
     major, minor = driver.card_facts(number).capability
     compiler = Cubins(f"sm_{major}{minor}")
@@ -89,4 +90,12 @@ def _backend(
             f"kernels for NVIDIA cards cannot be linked: {' '.join(str(error).split())}",
             hint=_TOOLKIT_HINT,
         ) from error
-    return CardBackend(text, driver, number, compiler, threads, record(text))
+    return CardBackend(
+        text,
+        driver,
+        number,
+        compiler,
+        threads,
+        record(text),
+        has_warpgroups=(major, minor) == WITH_WARPGROUPS,
+    )

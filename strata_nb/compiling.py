@@ -98,7 +98,7 @@ def _compile(signature: str, function: Function) -> Function:
     dispatcher: Any = numba.njit(**_OPTIONS)(function)
     try:
         dispatcher._cache = _FolderCache(function)
-        with interrupts_later(), _garbage_later():
+        with interrupts_later(), garbage_later():
             dispatcher.compile(signature)
     except OSError as error:
         raise not_kept(error) from error
@@ -118,7 +118,7 @@ def address_of(function: Function) -> int:
 
 
 @contextmanager
-def _garbage_later() -> Iterator[None]:
+def garbage_later() -> Iterator[None]:
     """Let Python look for cycles after the block only: it would go through Numba's again and again.
 
     That is a tenth of the time that compiling takes.

@@ -1,15 +1,16 @@
-"""Compile functions in several processes at once, into the cache on disk that all of them read.
+"""Compile in several processes at once, into a folder of machine code that all of them read.
 
 Numba holds the GIL while it compiles, so threads would gain nothing. The processes are fresh ones
 that run a module of this package: not forks, because this process has threads, and not those of
 multiprocessing, which run the user's program again in every child.
 
+    task      a file that has no name: what workers are to do
     queue     a pipe with one byte a function, its number; each process, this one too, takes the
               next byte when it is done with the last function
     finished  a pipe into which a worker writes a byte for each function that it compiled; it ends
               when all workers have ended, however they did
-    stdin     of a worker: what it is to do. This process keeps it open and never writes to it
-              again; at its end, and so at the end of this process, the worker ends too
+    stdin     of a worker: a pipe that this process keeps open and never writes to; at its end, and
+              so at the end of this process, the worker ends too
 
 Nothing depends on a worker: what none of them has compiled in the end is compiled here.
 """
@@ -23,33 +24,60 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Protocol
 
-from strata_nb.compiling import Compiled, cache_folder, saving
-from strata_nb.progress import Progress
+from strata_nb import cpu
+from strata_nb.compiling import saving
+from strata_nb.progress import Progress, Say
 
-MOST_PROCESSES = 8  # the longest function takes an eighth of the time of all
+_PROCESS_BYTES = 400 << 20  # that a process takes, somewhat more than measured
 _MOST_FUNCTIONS = 256  # numbers of a byte; further ones are compiled when they are used
 _PATIENCE_S = 60.0  # without a word from any worker, before this process goes on without them
 _LAST_WORDS_S = 5.0  # that a worker may take to end
 
 
+class Kept(Protocol):
+    """A function whose machine code is kept on disk, under a name unlike that of any other."""
+
+    @property
+    def name(self) -> str: ...
+
+    def is_on_disk(self) -> bool: ...
+
+    def made(self) -> object:
+        """Compile it, unless it is there; ConfigError if it cannot be written to disk."""
+
+
+def processes_for(functions: int, most: int) -> int:
+    """Return how many processes shall compile so many functions, this one counted.
+
+    One for each core, where it has two functions at least to earn its start, and memory.
+    """
+    room = cpu.available_memory_bytes() // _PROCESS_BYTES
+    return max(1, min(most, cpu.physical_cores(), functions // 2, room))
+
+
 def compile_together(
-    functions: Sequence[Compiled],
+    functions: Sequence[Kept],
     processes: int,
     module: str,
     request: bytes,
+    folder: Path,
+    *,
     progress: Progress | None = None,
-) -> int:
+    say: Say = lambda _: None,
+) -> None:
     """Compile functions, those that take long first, in so many processes, of which this is one.
 
     module    of this package or of the caller, run as a worker: it calls `serve`
     request   tells the module which functions these are
+    folder    where they are kept
 
-    Returns how many of the other processes could not be started or ended before their time.
-    ConfigError if the machine code cannot be written to disk. Whatever happens, the workers have
-    ended when this returns or raises.
+    `say` is told of processes that could not be started, or ended before their time. ConfigError if
+    the machine code cannot be written to disk. Whatever happens, the workers have ended when this
+    returns or raises.
     """
     functions = functions[:_MOST_FUNCTIONS]
     done = 0
@@ -67,19 +95,21 @@ def compile_together(
     try:
         try:
             os.write(queued, bytes(range(len(functions))))
-            task = pickle.dumps((str(cache_folder()), [one.name for one in functions], request))
-            for _ in range(processes - 1 if sys.executable else 0):
-                workers.append(_start(module, queue, report, task))
+            with TemporaryFile() as task:
+                pickle.dump((str(folder), [one.name for one in functions], request), task)
+                task.flush()
+                for _ in range(processes - 1 if sys.executable else 0):
+                    workers.append(_start(module, queue, report, task))
         except OSError:
-            pass  # no more processes, or none that listens: those that there are share the work
+            pass  # no more processes: those that there are share the work
         finally:
             os.close(queued)
             os.close(report)  # the workers' own remain
         while number := os.read(queue, 1):
             functions[number[0]].made()
             count(1)
-            if _readable(finished, 0):
-                count(len(os.read(finished, len(functions))))
+            if _readable(finished, 0) and (others := len(os.read(finished, len(functions)))):
+                count(others)
         while done < len(functions) and _readable(finished, _PATIENCE_S):
             compiled = len(os.read(finished, len(functions)))
             if not compiled:
@@ -97,27 +127,28 @@ def compile_together(
         if not one.is_on_disk():
             one.made()
             count(1)
-    return processes - 1 - sum(status in (None, 0) for status in statuses)
+    failed = processes - 1 - sum(status in (None, 0) for status in statuses)
+    if failed:
+        say(
+            f"{failed} of {processes} processes that compile did not do their part, which the "
+            "others did; STRATA_NB_DEBUG=1 shows what they say"
+        )
 
 
-def _start(module: str, queue: int, report: int, task: bytes) -> subprocess.Popen[bytes]:
+def _start(module: str, queue: int, report: int, task: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start a worker; it finds modules where this process does, and nothing in the folder."""
     paths = [str(Path(path or ".").absolute()) for path in sys.path]
-    worker = subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(queue), str(report)],
+    files = queue, report, task.fileno()
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *map(str, files)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        pass_fds=(queue, report),
+        pass_fds=files,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=None if os.environ.get("STRATA_NB_DEBUG") == "1" else subprocess.DEVNULL,
         bufsize=0,
         process_group=0,  # Ctrl-C goes to this process, which ends the worker
     )
-    if worker.stdin is None:  # it was asked for
-        raise AssertionError("a worker without a pipe")
-    with suppress(BrokenPipeError):  # it has ended, and is waited for like the others
-        worker.stdin.write(len(task).to_bytes(4, "little") + task)
-    return worker
 
 
 def _end(workers: Iterable[subprocess.Popen[bytes]]) -> None:
@@ -142,18 +173,17 @@ def _readable(pipe: int, seconds: float) -> bool:
 # -- the worker's side -----------------------------------------------------------------------------
 
 
-def serve(find: Callable[[bytes], Iterable[Compiled]]) -> None:
+def serve(find: Callable[[bytes], Iterable[Kept]], folder: Callable[[], Path]) -> None:
     """Be a worker: compile what the queue says.
 
     `find` makes the functions of a request; those with the names that are wanted must be among
-    them. Where the cache is not the parent's, there is nothing to do.
+    them. Where `folder` is not the parent's, there is nothing to do.
     """
-    queue, report = int(sys.argv[1]), int(sys.argv[2])
-    task = _read(int.from_bytes(_read(4), "little"))
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    folder, names, request = pickle.loads(task)
-    if folder != str(cache_folder()):
-        sys.exit(f"the cache of a worker is {cache_folder()}, not {folder}")
+    queue, report, task = map(int, sys.argv[1:])
+    expected, names, request = pickle.loads(_contents(task))
+    if expected != str(folder()):
+        sys.exit(f"the cache of a worker is {folder()}, not {expected}")
     functions = {one.name: one for one in find(request)}
     while number := os.read(queue, 1):
         functions[names[number[0]]].made()
@@ -161,13 +191,10 @@ def serve(find: Callable[[bytes], Iterable[Compiled]]) -> None:
     os._exit(0)  # at once: the parent waits, and nothing is left to be tidied up
 
 
-def _read(size: int) -> bytes:
-    """Read so many bytes of stdin and none behind them; SystemExit where it ends before."""
+def _contents(file: int) -> bytes:
+    """Read a file whose position this process shares with others."""
     found = b""
-    while len(found) < size:
-        some = os.read(0, size - len(found))
-        if not some:
-            sys.exit("the parent ended")
+    while some := os.pread(file, 1 << 20, len(found)):
         found += some
     return found
 

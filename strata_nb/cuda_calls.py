@@ -35,6 +35,7 @@ _HINTS = {
 _MEMORY_HINT = "end other programs on the card, or use a smaller --ctx-size or model"
 _HOST_MEMORY_HINT = "the host lacks memory that can be locked: end programs, or use a smaller model"
 _LOST_HINT = "start the program again: this process cannot use the card any more"
+_PIN_HINT = "--no-pin registers no host memory, and is slower where experts have no slot"
 _TAKE_DEVICE_MEMORY = ("cuMemCreate", "cuMemAlloc")
 _TAKE_HOST_MEMORY = ("cuMemHostAlloc", "cuMemHostRegister")
 
@@ -158,7 +159,7 @@ class Calls:
             return OutOfDeviceMemory(
                 operation, status, name, device=device, numbers=numbers, hint=hint
             )
-        hint = _HINTS.get(status, "")
+        hint = _HINTS.get(status, _PIN_HINT if function == "cuMemHostRegister" else "")
         return DriverError(operation, status, name, device=device, numbers=numbers, hint=hint)
 
     def _check(self, operation: str, device: int, function: str, *arguments: object) -> None:

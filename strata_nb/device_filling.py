@@ -25,7 +25,6 @@ from strata_nb.backend import Backend
 from strata_nb.cache.experts import ExpertArena
 from strata_nb.cache.filling import new_plans, write_plans
 from strata_nb.cache.residency import Residency
-from strata_nb.errors import StrataError
 from strata_nb.fill_plans import MOST_OFFERED, plan_type
 from strata_nb.interrupts import interrupts_later
 
@@ -60,10 +59,15 @@ class DeviceFilling:
         arena: ExpertArena,
         residency: Residency,
         places: FillingPlaces | None,
+        *,
+        fills: bool = True,
     ) -> None:
-        """`places` None: the device decides nothing, and all this does nothing."""
+        """`places` None: the device decides nothing, and all this does nothing.
+
+        fills   whether missed experts may come to slots; else plans say only who goes to the CPU
+        """
         self._backend, self._arena, self._residency = backend, arena, residency
-        self._places = places
+        self._places, self._fills = places, fills
         shape = arena.layout.layers, arena.layout.experts
         self._plans, self._silence = new_plans(*shape), new_plans(*shape)
         self._window = 0
@@ -100,7 +104,7 @@ class DeviceFilling:
         arena = self._arena
         self._send_changes(self._places.addresses)
         self._window += 1
-        if not arena.usable_slots or arena.is_complete:
+        if not self._fills or not arena.usable_slots or arena.is_complete:
             self._offered.append(set())
             return self._silent_plan(self.cpu_share)
         passed = set().union(*self._offered)
@@ -123,18 +127,14 @@ class DeviceFilling:
             self._offered.popleft()
 
     def find(self, *, is_counted: bool = False) -> None:
-        """Fetch what all windows left, of which none runs.
+        """Fetch what all windows left, of which none runs; what fails is to be tried again.
 
         is_counted   the use of experts by these windows counts
         """
         if not self._offered or self._places is None:
             return
         addresses = np.empty(self._arena.use.shape, np.int64)
-        try:
-            self._backend.fetch(self._places.addresses, addresses)
-        except StrataError:
-            self.lose()
-            raise
+        self._backend.fetch(self._places.addresses, addresses)
         self._adopt(addresses, is_counted=is_counted)
         self._offered.clear()
 

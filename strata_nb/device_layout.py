@@ -16,7 +16,9 @@ from strata_nb.cache.plan import Needs, Plan, plan_device
 from strata_nb.device_pool import compile_pool, pool_places, why_no_pool
 from strata_nb.device_programs import Emitted, TablePlaces, emit
 from strata_nb.device_sizes import Given, Sizes, measure
+from strata_nb.errors import ConfigError
 from strata_nb.gguf import GGUFFile
+from strata_nb.loading_layout import dense_layout
 from strata_nb.models.description import Description
 from strata_nb.models.places import Buffers
 from strata_nb.options import Options
@@ -70,7 +72,7 @@ def lay_out(asked: Asked, given: Given) -> Laid:
     sizes = measure(asked.file, asked.model, options, ctx_size)
     wanted_slots = device_needs.slots_wanted(options, sizes.slots, backend)
     rules = device_needs.growth_rules(options, ctx_size, backend)
-    unplaced, weight_bytes = loading.dense_layout(asked.file, sizes.dense)
+    unplaced, weight_bytes = dense_layout(asked.file, sizes.dense)
     emitted = emit(
         asked.model,
         sizes,
@@ -104,16 +106,29 @@ def lay_out(asked: Asked, given: Given) -> Laid:
     return Laid(sizes, emitted, weight_bytes, rules, plan, ring_bytes, warnings)
 
 
+def may_pool(asked: Asked, laid: Laid) -> bool:
+    """Return whether the CPU would compute experts that the device misses."""
+    experts = laid.sizes.experts
+    if experts is None or not asked.backend.pools:
+        return False
+    return why_no_pool(asked.options, experts.parts) is None
+
+
 def leave_to_pool(asked: Asked, laid: Laid, off: list[str]) -> PoolPlaces | None:
     """Have programs leave missed experts to the CPU, where some will be missed.
 
-    off   gets a line where that cannot be
+    off   gets a line where that cannot be; ConfigError where nobody else computes them
     """
     backend, model, experts = asked.backend, asked.model, laid.sizes.experts
-    misses = laid.plan.start_slots < model.layers * model.experts
+    misses = laid.plan.start_slots < model.layers * model.experts or not asked.options.pin
     if experts is None or not backend.pools or not misses:
         return None
     reason = why_no_pool(asked.options, experts.parts)
+    if reason is not None and not asked.options.pin:
+        raise ConfigError(
+            f"--no-pin: the CPU computes all experts without a slot, and cannot: {reason}",
+            hint="leave it out, or use --device host",
+        )
     if reason is not None:
         off.append(f"experts computed by the CPU ({reason})")
         return None
@@ -125,8 +140,12 @@ def compile_programs(
 ) -> None:
     """Compile what the programs need and is not at hand."""
     backend, (steps, batch, *_) = asked.backend, laid.emitted
-    backend.compile([steps.body, steps.head, steps.choice], compiling, asked.say)
+    backend.compile(
+        [steps.body, steps.head, steps.choice],
+        compiling,
+        asked.say,
+        batches=[] if batch is None else [batch.body],
+        batch_rows=0 if batch is None else batch.max_rows,
+    )
     if pool_at is not None and laid.sizes.experts is not None:
         compile_pool(laid.sizes.experts.parts, asked.say)
-    if batch is not None:
-        backend.compile([batch.body], compiling, asked.say, batch_rows=batch.max_rows)

@@ -26,7 +26,7 @@ from strata_nb.cache.profile import rank_by_use, save_profile
 from strata_nb.device_layout import Asked
 from strata_nb.device_opening import open_device
 from strata_nb.device_pool import Served
-from strata_nb.errors import ConfigError, DeviceLost
+from strata_nb.errors import ConfigError, DeviceLost, UnsupportedDevice
 from strata_nb.gguf import GGUFFile
 from strata_nb.interrupts import interrupts_later
 from strata_nb.kernels.reference import Floats
@@ -119,6 +119,7 @@ class DeviceModel:
             self._opened()
             if length != self.kv.length(sequence):
                 self._settle()
+                self._steps.forget(sequence)
                 self.kv.rewind(sequence, length)
 
     def make_room(self, sequence: int, cells: int, *, prompt: bool) -> None:
@@ -199,10 +200,22 @@ class DeviceModel:
     def profile(self, cells: int) -> WindowProfile:
         """Measure where the time of the last step goes, whose one row sees so many cells.
 
-        It must have given logits. UnsupportedDevice where programs are no graphs.
+        It must have given logits. ConfigError where it cannot run again; UnsupportedDevice where
+        programs are no graphs.
         """
         with self._turn:
             self._settle()
+            if not self._steps.reads_host and not self.arena.is_complete:
+                raise UnsupportedDevice(
+                    "--no-pin: a window whose experts the CPU computes cannot be looked into",
+                    hint="leave it out, or give --expert-cache 100%",
+                )
+            if not self._steps.can_run_again:  # its cells may be nowhere, or another's
+                raise ConfigError(
+                    "the last step cannot be measured: it had several rows, or its session was "
+                    "closed or rewound since, or had begun another one",
+                    hint="read one token (Session.next_logits), and measure behind it",
+                )
             self._steps.silence()
             programs = [self._programs.body, self._programs.head, self._programs.choice]
             kv_layer_bytes = cells * self.kv.layout.layer_bytes // BLOCK_CELLS
@@ -339,6 +352,7 @@ class DeviceModel:
         self._steps.settle()
         while self._forgotten:
             if self.kv.is_open(self._forgotten[0]):
+                self._steps.forget(self._forgotten[0])
                 self.kv.close_sequence(self._forgotten[0])
                 self._tell("sequence", sequence=self._forgotten[0], state="closed")
             self._forgotten.popleft()

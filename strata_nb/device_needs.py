@@ -129,6 +129,8 @@ def switched_off(options: Options, plan: Plan, slots: int, experts: int) -> list
         off.append(f"slots for {experts - slots:,} experts ({why})")
     if slots and options.adapt == "off":
         off.append("following the text (--adapt off)")
+    if not options.pin:
+        off.append("experts read in host memory (--no-pin: the CPU computes them)")
     if not options.overlap:
         off.append("kernels that overlap (--no-overlap)")
     if not options.prefill_borrow and slots < experts:

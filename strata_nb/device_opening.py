@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,13 +24,20 @@ import numpy as np
 from strata_nb import device_needs, device_room, loading
 from strata_nb.cache.capacity import Ledger
 from strata_nb.cache.elastic import ElasticKV
-from strata_nb.cache.experts import ExpertArena, HostArena
+from strata_nb.cache.experts import Copy, ExpertArena, HostArena
 from strata_nb.cache.kv import KVCache
 from strata_nb.cache.policy import Insertion, Maker, static, swaps
 from strata_nb.cache.residency import Residency
 from strata_nb.device_filling import DeviceFilling, FillingPlaces
-from strata_nb.device_layout import Asked, Laid, compile_programs, lay_out, leave_to_pool
-from strata_nb.device_pool import DevicePool, open_device_pool, pool_layers
+from strata_nb.device_layout import (
+    Asked,
+    Laid,
+    compile_programs,
+    lay_out,
+    leave_to_pool,
+    may_pool,
+)
+from strata_nb.device_pool import NO_POOL_YET, DevicePool, open_device_pool, pool_layers
 from strata_nb.device_programs import Emitted, TablePlaces, emit
 from strata_nb.device_sizes import ROPE_FACTORS, Given, read_given
 from strata_nb.device_steps import DeviceSteps, SharedCounts
@@ -41,6 +49,7 @@ from strata_nb.models.places import Buffers, Programs
 from strata_nb.options import Options
 from strata_nb.progress import Progress
 from strata_nb.shared_tables import SharedTable
+from strata_nb.staged_copies import StagedCopies
 
 if TYPE_CHECKING:
     from strata_nb.kernels.gpu.pooled import PoolPlaces
@@ -116,10 +125,11 @@ def open_device(
         arena,
         elastic,
         residency,
-        DeviceFilling(asked.backend, arena, residency, emitted.filling),
+        DeviceFilling(asked.backend, arena, residency, emitted.filling, fills=asked.options.pin),
         streaming,
         given.trace,
         told,
+        reads_host=asked.options.pin or not asked.model.experts,
         pool_state=pool_at.state if pool_at is not None else 0,
         vocabulary=asked.model.vocab_size,
         top_k=asked.model.top_k,
@@ -128,6 +138,8 @@ def open_device(
     pool = _start_pool(asked, laid, pool_at, arena, undo)
     if pool is not None:
         steps.use_pool(pool)
+    elif may_pool(asked, laid):
+        steps.lack_pool(partial(asked.say, NO_POOL_YET))
     if asked.backend.has_slots:
         warnings += device_room.keep_free(ledger, asked.say)
         experts = asked.model.layers * asked.model.experts
@@ -183,7 +195,7 @@ def _begin_loading(
         file,
         sizes.stacks,
         sizes.experts,
-        backend.driver,
+        backend.driver if asked.options.pin else None,
         threads=backend.threads,
         keep_cached=keep,
         progress=load,
@@ -203,6 +215,11 @@ def _open_memory(
     kv = KVCache(
         laid.sizes.kv, context=asked.ctx_size, sequences=SEQUENCES, driver=driver, stream=stream
     )
+    copy: Copy | None = None
+    if not asked.options.pin:
+        staged = StagedCopies(driver, device)
+        undo.callback(staged.close)
+        copy = staged.copy
     arena = ExpertArena(
         laid.sizes.slots,
         host,
@@ -210,6 +227,7 @@ def _open_memory(
         driver=driver,
         stream=stream,
         announce=asked.announce,
+        copy=copy,
     )
     ledger = Ledger(driver, device, laid.plan, kv, arena, say=asked.say, record=asked.announce)
     if asked.announce is not None:
@@ -310,7 +328,7 @@ def _open_policies(
         ranks,
         policy_maker(asked.options),
         say=asked.say,
-        device_fills=asked.backend.fills,
+        device_fills=asked.backend.fills and asked.options.pin,
     )
     ledger.heat = residency.heat
     return elastic, residency

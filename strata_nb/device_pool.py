@@ -61,7 +61,7 @@ class NoAnswer(StrataError):
 class Served(NamedTuple):
     """Say what the CPU did since the start.
 
-    experts, bytes   that it computed with, in all windows, dropped ones too
+    experts, bytes   that it computed with, in windows that count: none that was dropped or repeated
     waited_s         that the card waited for it
     """
 
@@ -76,21 +76,43 @@ class DevicePool:
     share   of the missed of a row, in parts of SHARE_UNITS, that the next window leaves to the CPU
     """
 
-    def __init__(self, pool: CpuPool, share: float, say: Callable[[str], None], *, follows: bool):
-        """`share` is 0 to 1; `follows`: it changes with what is measured."""
+    def __init__(
+        self,
+        pool: CpuPool,
+        share: float,
+        say: Callable[[str], None],
+        *,
+        follows: bool,
+        is_alone: bool = False,
+    ) -> None:
+        """`share` is 0 to 1.
+
+        follows    it changes with what is measured
+        is_alone   the card reads no memory of the host: where the pool stops, so does the model
+        """
         self.share = _in_units(share)
-        self._pool, self._say, self._follows = pool, say, follows
+        self._pool, self._say, self._follows, self._is_alone = pool, say, follows, is_alone
         self._exact = self._first = share
         self._is_on = True
         self._windows = 0  # since the share was looked at
         self._seen = np.zeros(pool_state.WORDS, np.int64)
         self._latest = self._seen.copy()
+        self._dropped = 0  # choices of windows that do not count
         self._seen_busy_s = 0.0
 
     def awake(self) -> None:
-        """Have the threads look for posts: a window begins."""
+        """Have the threads look for posts: a window begins.
+
+        StrataError where they have stopped, and nobody else serves misses.
+        """
         if self._is_on:
             self._pool.awake()
+        elif self._is_alone:
+            raise StrataError(
+                "the CPU stopped computing the experts without a slot, which the card cannot read "
+                "(--no-pin)",
+                hint="open the model again",
+            )
 
     def rest(self) -> None:
         """Let the threads sleep soon: nothing is in flight."""
@@ -105,18 +127,30 @@ class DevicePool:
         """
         if not self._is_on:
             return
-        self._latest = words.copy()
         error = int(words[pool_state.ERROR // 8])
         if error:
+            self.dropped(words)
             self._give_up(error)
+        self._latest = words.copy()
         self._windows += 1
         if self._windows >= WINDOWS and self._follows:
             self._follow()
 
+    def dropped(self, words: npt.NDArray[np.int64]) -> None:
+        """Take the state of the card behind a window that does not count; nothing is in flight."""
+        if self._is_on:
+            place = pool_state.CHOICES // 8
+            self._dropped += int(words[place] - self._latest[place])
+            self._latest = words.copy()
+
     def served(self) -> Served:
-        """Return what the CPU did since the start."""
-        waited_s = int(self._latest[pool_state.WAITED_NS // 8]) * 1e-9
-        return Served(self._pool.experts, self._pool.bytes, waited_s)
+        """Return what the CPU did in windows that landed; one may be in flight.
+
+        Of bytes only those of all windows are known: the threads may be ahead of what landed.
+        """
+        experts = int(self._latest[pool_state.CHOICES // 8]) - self._dropped
+        size_bytes = self._pool.bytes * experts // max(1, self._pool.experts)
+        return Served(experts, size_bytes, int(self._latest[pool_state.WAITED_NS // 8]) * 1e-9)
 
     def close(self) -> None:
         """End the threads; may be called twice."""
@@ -124,13 +158,18 @@ class DevicePool:
 
     def _give_up(self, error: int) -> None:
         self._is_on, self.share = False, 0
-        self._pool.rest()
         if error == pool_state.LATE:
             why = f"no answer within {pool_state.DEADLINE_NS * 1e-9:.0f} s"
         else:
             why = "no answer, and told it to wait no longer"
         found = self._pool.failure
         why = f"{why}: {found}" if found else why
+        if self._is_alone:
+            raise StrataError(
+                f"the card waited for experts that only the CPU can compute (--no-pin), and there "
+                f"was {why}",
+                hint="open the model again",
+            )
         self._say(f"the card computes all experts from now on: the CPU gave {why}")
         raise NoAnswer(
             f"the card waited for experts that the CPU computes, and there was {why}",
@@ -159,6 +198,13 @@ class DevicePool:
         self._exact += FOLLOWS * (LEANS * cpu / (cpu + link) - self._exact)
         self.share = _in_units(self._exact)
 
+
+# A card's launches are captured at the start. Those that share with the CPU cost a model that has a
+# slot for each expert time in each layer, for nothing, so they are not captured where all fit.
+NO_POOL_YET = (
+    "experts have lost their slots, and the CPU computes none of them: when the model was opened "
+    "there was a slot for each; to share with the CPU, open it with fewer (--expert-cache)"
+)
 
 Parts = Sequence[Mapping[str, ExpertPart]]  # of each layer, by the names of `EXPERT_PARTS`
 
@@ -212,13 +258,17 @@ def open_device_pool(
     Measures link and CPU where the share is to be measured. StrataError where threads cannot be
     started.
     """
-    threads, follows = pool_threads(options.threads), options.pcie_frac == "auto"
-    if follows:
+    threads = pool_threads(options.threads)
+    follows = options.pin and options.pcie_frac == "auto"
+    if not options.pin:
+        share = 1.0
+    elif follows:
         # Half of what a row uses: more is rarely posted at once.
         share = _first_share(backend, layers, threads, max(1, top_k // 2), say)
     else:
         share = 1 - float(options.pcie_frac)
-    return DevicePool(CpuPool(places.box, layers, threads), share, say, follows=follows)
+    pool = CpuPool(places.box, layers, threads)
+    return DevicePool(pool, share, say, follows=follows, is_alone=not options.pin)
 
 
 def _first_share(

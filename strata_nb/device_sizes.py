@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from strata_nb import loading
 from strata_nb.cache.kv_layout import HeadPlane, KVLayout, blocks_for
 from strata_nb.cache.profile import Profile, load_profile
 from strata_nb.cache.routing import RoutingTrace, forced_routes
 from strata_nb.cache.slots import SlotLayout
 from strata_nb.errors import ConfigError
 from strata_nb.gguf import GGUFFile
+from strata_nb.loading_layout import ExpertLayout, expert_layout
 from strata_nb.models.description import Description
 from strata_nb.models.tensors import EXPERT_PARTS, is_expert
 from strata_nb.options import Options
@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
 
     dense: list[str]
     stacks: list[dict[str, str]]
-    experts: loading.ExpertLayout | None
+    experts: ExpertLayout | None
     slots: SlotLayout
     kv: KVLayout
     table_width: int
@@ -46,7 +46,7 @@ def measure(file: GGUFFile, model: Description, options: Options, ctx_size: int)
         {part: f"blk.{layer}.{part}.weight" for part in EXPERT_PARTS}
         for layer in range(model.layers if model.experts else 0)
     ]
-    experts = loading.expert_layout(file, stacks) if stacks else None
+    experts = expert_layout(file, stacks) if stacks else None
     slots = SlotLayout(experts.blob_bytes if experts is not None else (), model.experts)
     kv = KVLayout(
         model.layers,

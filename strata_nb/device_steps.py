@@ -57,12 +57,18 @@ class SharedCounts(NamedTuple):
     tally_address: int
 
 
+class _OneByOne(Exception):
+    """Say that rows cannot be read together, because some of their experts cannot be read."""
+
+
 class DeviceSteps:
     """Run steps, one after the other; who calls holds the model's lock.
 
     programs   for windows, and for every other step where `batch` is None
     batch      for steps of more rows than a window has
     streaming  brings missed experts for batches; None: batches are the programs of windows
+    reads_host   whether the device reads experts in host memory; else a pool computes those of a
+                 single row, and a batch brings all of them
     pool_state   where the device has the words of `pool_state.py`; 0: it has no pool
     vocabulary, top_k   of the model
     told   called behind a step with the number of its rows; None: nobody wants to know
@@ -83,16 +89,19 @@ class DeviceSteps:
         trace: RoutingTrace | None,
         told: Callable[[int], None] | None,
         *,
+        reads_host: bool,
         pool_state: int,
         vocabulary: int,
         top_k: int,
     ) -> None:
+        self.reads_host = reads_host
         self._backend, self._programs, self._counts = backend, programs, counts
         self._kv, self._arena, self._elastic = kv, arena, elastic
         self._residency, self._filling, self._streaming = residency, filling, streaming
         self._trace, self._told = trace, told
         self._pool_state = pool_state
         self._pool: DevicePool | None = None  # not before the experts are loaded
+        self._lacks_pool: Callable[[], None] | None = None
         wanted = [programs.body, programs.head, programs.choice]
         if backend.chooses_tokens:
             wanted.append(programs.window)
@@ -109,6 +118,7 @@ class DeviceSteps:
         self._ahead: Window | None = None  # the only one in flight between two calls
         self._moves: Moves | None = None  # that wait until it has landed
         self._last: tuple[int, ...] = ()  # sequences of the last step
+        self._repeatable: int | None = None  # whose row was the last step, while its cell is there
         self._has_flown = False  # since counts were fetched last
 
     def _open_windows(self, program: Any) -> Windows | None:
@@ -135,11 +145,17 @@ class DeviceSteps:
         """Leave missed experts to the CPU from now on; whoever calls closes the pool."""
         self._pool = pool
 
+    def lack_pool(self, tell: Callable[[], None]) -> None:
+        """Call `tell`, once, when a window begins and there are fewer slots than experts."""
+        self._lacks_pool = tell
+
     def step(self, rows: Sequence[Row]) -> Floats:
         try:
             return self._whole_step(rows, Heads.logits)
         except NoAnswer:  # all is as before the step, and nobody is asked again
             return self._whole_step(rows, Heads.logits)
+        except _OneByOne:
+            return np.concatenate(self._singly(rows, [Heads.logits] * len(rows)))
 
     def choose(
         self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice]
@@ -148,6 +164,11 @@ class DeviceSteps:
             return self._choose(rows, how, ahead)
         except NoAnswer:  # as in `step`
             return self._choose(rows, how, ahead)
+        except _OneByOne:
+            left = list(how)
+            each = [[left.pop(0)] if row.wants_logits else [] for row in rows]
+            found = self._singly(rows, [_drawing(some) for some in each])
+            return [token for tokens in found for token in tokens]
 
     def _choose(
         self, rows: Sequence[Row], how: Sequence[Choice], ahead: Sequence[Choice]
@@ -158,7 +179,7 @@ class DeviceSteps:
             if now is None and (
                 self.windows is None or not rows or not self.windows.can_draw(rows, how)
             ):
-                return self._whole_step(rows, lambda heads, wanted: heads.tokens(wanted, how))
+                return self._whole_step(rows, _drawing(how))
             return self._window(now, rows, how, ahead)
         except BaseException:
             self._break_off(before)
@@ -176,7 +197,10 @@ class DeviceSteps:
                 self._backend.wait()
                 self._has_flown = False
                 if ahead is not None:
+                    self._repeatable = None
                     self._uncount(len(ahead.sequences))
+                    if self._pool is not None:
+                        self._pool.dropped(self._pool_words())
                 self._filling.find()
             finally:
                 if ahead is not None:
@@ -209,6 +233,16 @@ class DeviceSteps:
         Somebody who looks at each token would have each window dropped, and run twice.
         """
         self._last = ()
+
+    def forget(self, sequence: int) -> None:
+        """Hear that a sequence has lost cells."""
+        if self._repeatable == sequence:
+            self._repeatable = None
+
+    @property
+    def can_run_again(self) -> bool:
+        """Whether the programs of windows would read the row of the last step once more."""
+        return self._repeatable is not None
 
     def silence(self) -> None:
         """Let no expert come to a slot in runs that are no steps."""
@@ -253,7 +287,7 @@ class DeviceSteps:
         self._filling.landed(landed.addresses)
         if self._moves is not None:  # nothing is in flight
             moves, self._moves = self._moves, None
-            self._residency.carry_out(moves)
+            self._residency.carry_out(moves, is_late=True)
             self._begin_ahead(windows, now, ahead, 0)
         self._follow(landed, len(rows), was_complete=was_complete)
         if self._told is not None:
@@ -277,6 +311,8 @@ class DeviceSteps:
         if self._elastic is not None and not self._elastic.is_ample(new):
             self.settle()  # who gives the memory is chosen by the use of experts
             self._elastic.before_step(new)
+        if len(rows) > 1 and not self._is_served(None):
+            raise _OneByOne
         for sequence, cells in new.items():
             self._kv.extend(sequence, cells)
         lengths = {sequence: self._kv.length(sequence) for sequence in new}
@@ -285,6 +321,7 @@ class DeviceSteps:
             positions.append(lengths[row.sequence])
             lengths[row.sequence] += 1
         self._has_flown, self._latest = True, self._few
+        self._repeatable = rows[0].sequence if len(rows) == 1 else None
         beside, fetched = self._planned(), self._fetched()
         return windows.begin(rows, how, positions, fetched, beside)
 
@@ -326,6 +363,9 @@ class DeviceSteps:
         if self._pool is not None:
             self._pool.awake()
             self._filling.cpu_share = self._pool.share
+        elif self._lacks_pool is not None and self._arena.usable_slots < self._arena.use.size:
+            tell, self._lacks_pool = self._lacks_pool, None
+            tell()
         return self._filling.begin()
 
     def _rest(self) -> None:
@@ -367,7 +407,7 @@ class DeviceSteps:
         self.settle()
         for sequence in now.sequences:
             self._kv.rewind(sequence, self._kv.length(sequence))
-        return self._whole_step(rows, lambda heads, wanted: heads.tokens(wanted, how))
+        return self._whole_step(rows, _drawing(how))
 
     def _uncount(self, rows: int) -> None:
         """Take back what the last step has counted, which was dropped."""
@@ -428,15 +468,15 @@ class DeviceSteps:
         streaming = self._streaming if reader is not self._few else None
         used_before = self._arena.use.copy()
         is_streamed = streaming is not None and streaming.begin(len(rows))
+        if len(rows) > 1 and not self._is_served(streaming):
+            raise _OneByOne
         brings = streaming if is_streamed else None
         reader.read(rows, lengths, by_layer=by_layer, streaming=brings)
         result = head(reader.heads, [n for n, row in enumerate(rows) if row.wants_logits])
         self._backend.wait()
         if reader is self._few and self._pool is not None:
             self._rest()
-            words = np.empty(WORDS, np.int64)
-            self._backend.fetch(self._pool_state, words)
-            self._pool.landed(words)
+            self._pool.landed(self._pool_words())
         was_complete = self._arena.is_complete
         if streaming is not None:
             used = self._arena.use - used_before
@@ -454,21 +494,52 @@ class DeviceSteps:
             self._trace.append(self.chosen(len(rows)))
         for sequence, cells in new.items():
             self._kv.advance(sequence, cells)
+        self._repeatable = rows[0].sequence if len(rows) == 1 else None
         if self._told is not None:
             self._told(len(rows))
         return result
 
+    def _singly(
+        self, rows: Sequence[Row], heads: Sequence[Callable[[Heads, list[int]], Result]]
+    ) -> list[Result]:
+        """Read rows one after the other; on an error all is as before the first."""
+        before = {row.sequence: self._kv.length(row.sequence) for row in rows}
+        try:
+            return [self._whole_step([row], head) for row, head in zip(rows, heads, strict=True)]
+        except BaseException:
+            for sequence, length in before.items():
+                self._kv.rewind(sequence, length)
+            raise
+
     # What they share.
+
+    def _is_served(self, streaming: ExpertStreaming | None) -> bool:
+        """Return whether the experts of several rows are all where the device reads them.
+
+        streaming   what brings experts for these rows, and knows which
+        """
+        if self.reads_host or self._arena.is_complete:
+            return True
+        missing = self._arena.expert_tier == Tier.IN_PLACE
+        return streaming is not None and not np.any(missing & ~streaming.coming)
+
+    def _pool_words(self) -> npt.NDArray[np.int64]:
+        """Fetch what the device remembers of the experts that the CPU computes."""
+        words = np.empty(WORDS, np.int64)
+        self._backend.fetch(self._pool_state, words)
+        return words
 
     def _break_off(self, before: Mapping[int, int]) -> None:
         """End what is in flight after an error, and forget the cells behind these lengths.
 
         What experts were used for it stays counted: policies take no step for more than its rows.
         """
-        self._ahead = self._moves = None
+        self._ahead = self._moves = self._repeatable = None
         try:
             self._backend.wait()  # what was begun may still use what is moved or freed next
             self._has_flown = False
+            if self._pool is not None:
+                self._pool.dropped(self._pool_words())
             self._filling.find_after_failure()
         except StrataError:  # what failed first is what is told
             self._filling.lose()
@@ -477,3 +548,8 @@ class DeviceSteps:
             self.return_loan()
         for sequence, length in before.items():
             self._kv.rewind(sequence, length)  # the room that it got is free again
+
+
+def _drawing(how: Sequence[Choice]) -> Callable[[Heads, list[int]], list[int]]:
+    """Return what draws the tokens of a row."""
+    return lambda heads, wanted: heads.tokens(wanted, how)

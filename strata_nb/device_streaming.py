@@ -156,7 +156,7 @@ class ExpertStreaming:
             if one.behind > self._awaited:
                 driver.event_wait(self._stream, self._computed[one.behind])
                 self._awaited = one.behind
-            driver.copy_async(one.target, one.source, one.size_bytes, self._stream)
+            self._arena.copy_from_host(one.target, one.source, one.size_bytes, self._stream)
         driver.event_record(self._copied[layer], self._stream)
         self._backend.await_event(self._copied[layer])
         self.streamed += len(coming)

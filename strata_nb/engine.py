@@ -155,6 +155,7 @@ class Engine:
         resources.callback(backend.close)
         refuse_on_backend(options, backend, self.device)
         backend.overlaps = backend.overlaps and options.overlap
+        backend.same_bits = backend.same_bits or options.deterministic
         if options.prefill == "auto":
             self.prefill_rows = min(backend.usual_rows(options.vram_limit), self.ctx_size)
         self.warnings += backend.warnings
@@ -291,7 +292,8 @@ class Engine:
 
         cells   that it saw, its own among them
 
-        On cards only: UnsupportedDevice elsewhere. Tokens that follow are the same as without it.
+        On cards only: UnsupportedDevice elsewhere; ConfigError where that step cannot run again.
+        Tokens that follow are the same as without it.
         """
         return self._device().profile(cells)
 

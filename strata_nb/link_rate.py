@@ -20,8 +20,8 @@ def link_rate(driver: Driver, device: int) -> PlainRead:
     size = min(MOST_BYTES, free_bytes // 2) // PLAIN_UNIT_BYTES * PLAIN_UNIT_BYTES
     if size < LEAST_BYTES:
         raise StrataError(
-            f"{free_bytes:,} bytes of device {device} are free: half of them is copied to, which "
-            f"must be {LEAST_BYTES:,} at least",
+            f"{free_bytes:,} bytes of device {device} are free, and {2 * LEAST_BYTES:,} are needed "
+            "to measure it",
             hint="a larger --vram-reserve-mib leaves more",
         )
     with ExitStack() as made:

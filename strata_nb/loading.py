@@ -27,26 +27,28 @@ and leaves nothing allocated, registered or mapped.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from strata_nb import cpu
 from strata_nb import host_pages as pages
 from strata_nb.cache.experts import HostArena
-from strata_nb.cache.slots import BLOB_ALIGNMENT
 from strata_nb.errors import ConfigError, DriverError, OutOfDeviceMemory, RuleViolation
 from strata_nb.execution import ExecutionDriver
-from strata_nb.formats import TensorType, row_bytes
-from strata_nb.gguf import GGUFFile, TensorInfo
+from strata_nb.gguf import GGUFFile
+from strata_nb.loading_layout import (
+    ExpertLayout,
+    PackedTensor,
+    dense_layout,
+    is_vector,
+    round_up,
+)
 from strata_nb.loading_pieces import (
-    FLOAT_BYTES,
     LoadProgress,
     Pieces,
     Reading,
@@ -54,120 +56,8 @@ from strata_nb.loading_pieces import (
     vector_pieces,
 )
 
-ALIGNMENT = BLOB_ALIGNMENT  # bytes; of each tensor on the device and each part of a blob
-BLOCK_BYTES = 1 << 30  # of the arena, registered by one call each
 STAGING_BYTES = 32 << 20  # of dense weights, copied by one call each
 STAGINGS = 4  # that are filled or copied at a time
-
-# -- what is where ---------------------------------------------------------------------------------
-
-
-class PackedTensor(NamedTuple):
-    """Say where a tensor is: a matrix (outputs, values), packed, or a vector (values,), float32."""
-
-    address: int
-    kind: TensorType
-    shape: tuple[int, ...]
-
-
-class ExpertPart(NamedTuple):
-    """Say where in the blobs of a layer a matrix (outputs, values) is, packed."""
-
-    offset: int
-    kind: TensorType
-    shape: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class ExpertLayout:
-    """Say how the experts of a file lie in host memory.
-
-    experts      of each layer
-    blob_bytes   of one expert of each layer, a multiple of 256
-    parts        of each layer: its matrices by the caller's names
-    offsets      int64 (layers, experts): of each blob in the arena
-    blocks       (offset, bytes) of what is registered by one call: whole blobs, and no page twice
-    size_bytes   of the arena
-    """
-
-    experts: int
-    blob_bytes: tuple[int, ...]
-    parts: tuple[dict[str, ExpertPart], ...]
-    offsets: npt.NDArray[np.int64]
-    blocks: tuple[tuple[int, int], ...]
-    size_bytes: int
-
-
-def expert_layout(
-    file: GGUFFile, layers: Sequence[Mapping[str, str]], *, block_bytes: int = BLOCK_BYTES
-) -> ExpertLayout:
-    """Lay out the experts of a file; nothing is read.
-
-    layers        for each layer with experts: by the name of a part (gate, up, down), the tensor
-                  (experts, outputs, values) that holds this part of all its experts
-    block_bytes   what a block of the arena should not exceed; a larger blob is a block by itself
-    """
-    counts = {file.tensors[name].shape[0] for layer in layers for name in layer.values()}
-    if len(counts) != 1:  # `models.describe` checked them
-        raise AssertionError(f"stacks of {sorted(counts)} experts")
-    (experts,) = counts
-    parts: list[dict[str, ExpertPart]] = []
-    blob_bytes: list[int] = []
-    for layer in layers:
-        parts.append({})
-        size = 0
-        for part, name in layer.items():
-            tensor = file.tensors[name]
-            _, outputs, values = tensor.shape
-            parts[-1][part] = ExpertPart(size, tensor.type, (outputs, values))
-            size += _round_up(outputs * row_bytes(tensor.type, values), ALIGNMENT)
-        blob_bytes.append(size)
-    offsets, blocks = _cut_arena(blob_bytes, experts, block_bytes)
-    size_bytes = sum(blocks[-1])
-    return ExpertLayout(
-        experts, tuple(blob_bytes), tuple(parts), offsets, tuple(blocks), size_bytes
-    )
-
-
-def dense_layout(file: GGUFFile, names: Iterable[str]) -> tuple[dict[str, PackedTensor], int]:
-    """Return tensors as `load_dense` will place them, from address 0 on, and the bytes of all."""
-    placed: dict[str, PackedTensor] = {}
-    end = 0
-    for name in names:
-        tensor = file.tensors[name]
-        kind: TensorType
-        shape: tuple[int, ...]
-        if _is_vector(tensor):
-            kind, shape = TensorType.F32, (prod(tensor.shape),)
-            size = FLOAT_BYTES * shape[0]
-        else:
-            kind, shape, size = tensor.type, tensor.shape, tensor.size_bytes
-            if len(shape) != 2:  # `models.describe` checked it
-                raise AssertionError(f"{name} {shape} is no matrix")
-        placed[name] = PackedTensor(end, kind, shape)
-        end += _round_up(size, ALIGNMENT)
-    return placed, end
-
-
-def _cut_arena(
-    blob_bytes: Sequence[int], experts: int, block_bytes: int
-) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
-    """Return offsets (layers, experts) of blobs one behind the other, and blocks (offset, bytes).
-
-    A block begins on a page of its own: drivers refuse to register a page twice.
-    """
-    offsets = np.empty((len(blob_bytes), experts), np.int64)
-    blocks: list[tuple[int, int]] = []
-    start = end = 0
-    for layer, size in enumerate(blob_bytes):
-        for expert in range(experts):
-            if end > start and end + size - start > block_bytes:
-                blocks.append((start, end - start))
-                start = end = _round_up(end, pages.PAGE_BYTES)
-            offsets[layer, expert] = end
-            end += size
-    return offsets, [*blocks, (start, end - start)]
-
 
 # -- what may be loaded ----------------------------------------------------------------------------
 
@@ -283,9 +173,10 @@ class HostExperts(_Loaded):
         layout: ExpertLayout,
         arena: HostArena,
         reading: Reading,
-        driver: ExecutionDriver,
+        driver: ExecutionDriver | None,
         resources: ExitStack,
     ) -> None:
+        """`driver`: with which blocks are registered; None: with none."""
         super().__init__(resources)
         self.layout = layout
         self.arena = arena
@@ -298,18 +189,20 @@ class HostExperts(_Loaded):
         return self._reading.read_s
 
     def finish(self, ready: Callable[[int, int], object] = lambda address, size: None) -> None:
-        """Wait for each block of the arena in turn, and register it with the driver.
+        """Wait for each block of the arena in turn, and register it, if there is a driver for it.
 
         ready   is then called with its address and bytes, while later blocks are read
 
-        Errors as in `load_dense`; the arena is of no use after one.
+        Errors as in `load_dense`, and DriverError where memory is not registered; the arena is of
+        no use after one.
         """
         for number, (offset, size) in enumerate(self.layout.blocks):
             self._reading.wait_for(number)
             address = self.arena.address + offset
-            # After the memory was touched: a driver would touch it all in one thread.
-            self._driver.register_host(address, size)
-            self._resources.callback(self._driver.unregister_host, address)
+            if self._driver is not None:
+                # After the memory was touched: a driver would touch it all in one thread.
+                self._driver.register_host(address, size)
+                self._resources.callback(self._driver.unregister_host, address)
             ready(address, size)
         self._reading.close()
 
@@ -343,7 +236,7 @@ def load_dense(
         pieces: list[Pieces] = []
         for name, placed in tensors.items():
             tensor = file.tensors[name]
-            if _is_vector(tensor):
+            if is_vector(tensor):
                 pieces.append(vector_pieces(tensor, placed.address))
             else:
                 targets = np.array([placed.address])
@@ -436,7 +329,7 @@ def begin_experts(
     file: GGUFFile,
     layers: Sequence[Mapping[str, str]],
     layout: ExpertLayout,
-    driver: ExecutionDriver,
+    driver: ExecutionDriver | None,
     *,
     threads: int,
     keep_cached: bool,
@@ -476,7 +369,7 @@ def _map_arena(size: int, undo: ExitStack) -> int:
     try:
         start = pages.allocate(whole)
         undo.callback(pages.give_back, start, whole)
-        address = _round_up(start, pages.LARGE_PAGE_BYTES)
+        address = round_up(start, pages.LARGE_PAGE_BYTES)
         pages.advise_large(address, size)
     except pages.PagesError as error:
         raise OutOfDeviceMemory(
@@ -487,12 +380,3 @@ def _map_arena(size: int, undo: ExitStack) -> int:
             hint="end other programs, or raise the limit of this one (ulimit -v)",
         ) from error
     return address
-
-
-def _is_vector(tensor: TensorInfo) -> bool:
-    """Return whether all dimensions but the last are 1, as some writers of norms have it."""
-    return prod(tensor.shape[:-1]) == 1
-
-
-def _round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit

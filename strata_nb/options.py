@@ -121,7 +121,7 @@ class Options:
     kv_grow_step    cells that it grows by; None: an eighth of the context, 64 to 8,192
     deterministic   a row's bits depend on its own tokens alone: not on how a prompt is cut, on the
                     number of threads, or on which experts are resident. The host always does so,
-                    and so do cards where the CPU computes none of the experts that they miss
+                    and so do cards, where that is asked for
     overlap         whether a card begins a kernel while the one in front of it ends, if it can; the
                     bits are the same
     prefill_borrow  whether a prompt on a card borrows memory for the experts that it misses: what
@@ -133,6 +133,9 @@ class Options:
                     exchanges of a round, what a round leaves of each count; None: 4, 96 and 0.7
     cpu_pool        whether the CPU computes some of the experts that a card misses; never where
                     `deterministic` is true, for the order of sums depends on who did
+    pin             whether host memory is registered with a card, which then reads the experts that
+                    have no slot; else the CPU computes all of those, and what is copied to slots
+                    goes through a small staging
     pcie_frac       share of the missed that a card reads over its link, 0 to 1; "auto": as many as
                     lets both end at the same time, by what is measured
     expert_profile, expert_profile_save   files that rank experts by use: read to fill slots at the
@@ -167,6 +170,7 @@ class Options:
     adapt_swaps: int | None = None
     adapt_decay: float | None = None
     cpu_pool: bool = True
+    pin: bool = True
     pcie_frac: float | str = "auto"
     expert_profile: str | os.PathLike[str] | None = None
     expert_profile_save: str | os.PathLike[str] | None = None
@@ -214,6 +218,7 @@ class Options:
             ("--no-overlap", self.overlap),
             ("--no-prefill-borrow", self.prefill_borrow),
             ("--no-cpu-pool", self.cpu_pool),
+            ("--no-pin", self.pin),
         ):
             if not isinstance(value, bool):
                 raise _refuse(flag, value, "as True or False")
@@ -225,6 +230,8 @@ class Options:
                     f"--pcie-frac {self.pcie_frac}: {other} leaves the CPU no experts to share",
                     hint="leave one of them out",
                 )
+        if not self.pin:
+            self._check_unpinned()
         self._check_adapt()
         _check_path("--expert-profile", self.expert_profile)
         _check_path("--expert-profile-save", self.expert_profile_save)
@@ -233,6 +240,20 @@ class Options:
         _check_path("--trace", self.trace)
         _check_cache_type("--cache-type-k", self.cache_type_k)
         _check_cache_type("--cache-type-v", self.cache_type_v)
+
+    def _check_unpinned(self) -> None:
+        """Refuse what leaves experts without a slot to a card that cannot read them."""
+        others = {
+            "--deterministic": self.deterministic,
+            "--no-cpu-pool": not self.cpu_pool,
+            f"--pcie-frac {self.pcie_frac}": self.pcie_frac not in ("auto", 0),
+        }
+        for flag, is_given in others.items():
+            if is_given:
+                raise ConfigError(
+                    f"--no-pin: the CPU computes all experts without a slot; {flag} forbids it",
+                    hint="leave one of them out",
+                )
 
     def _check_adapt(self) -> None:
         if self.adapt not in ADAPTATIONS:

@@ -90,6 +90,8 @@ def _pool_flag(options: Options) -> str | None:
     """Return what says something of experts that the CPU computes beside a card; None: nothing."""
     if options.pcie_frac != "auto":
         return "--pcie-frac"
+    if not options.pin:
+        return "--no-pin"
     return None if options.cpu_pool else "--no-cpu-pool"
 
 

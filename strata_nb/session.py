@@ -211,6 +211,11 @@ class Session:
         """The number of tokens so far, which is the position of the next one."""
         return len(self._ids)
 
+    @property
+    def read(self) -> int:
+        """The number of tokens that the model has read, which are in the K/V."""
+        return self._model.length(self._sequence)
+
     def extend(self, ids: Sequence[int], progress: Progress | None = None) -> None:
         """Add `ids` and read everything that has not been read yet.
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from strata_nb.compiling import Compiled
+from strata_nb.compiling import Compiled, cache_folder
 from strata_nb.compiling_processes import serve
 
 COUNT = 4
@@ -39,4 +39,4 @@ def _find(request: bytes) -> Iterator[Compiled]:
 
 
 if __name__ == "__main__":
-    serve(_find)
+    serve(_find, cache_folder)

@@ -73,9 +73,10 @@ class DrawingBackend(HostBackend):
         progress: Progress | None,
         say: Say,
         *,
+        batches: Sequence[Program] = (),
         batch_rows: int = 0,
     ) -> None:
-        super().compile([_of_the_host(one) for one in programs], progress, say)
+        super().compile([_of_the_host(one) for one in (*programs, *batches)], progress, say)
 
     def prepare(
         self, programs: Sequence[Program], *, batch_rows: int = 0, cuts: Sequence[int] = ()

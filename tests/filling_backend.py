@@ -5,6 +5,7 @@ Behind each run it does what `cache.filling.fill_layer` says to its own tables, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ Layer = tuple[dict[str, int], list[tuple[int, int]]]
 class FillingBackend(DrawingBackend):
     """Give experts slots.
 
-    came   how many came to slots
+    came     how many came to slots
+    missed   of each layer, how many choices found no slot
     """
 
     fills, most_rows = True, 8
@@ -34,6 +36,7 @@ class FillingBackend(DrawingBackend):
     def __init__(self, text: str, threads: int = 1, *given: Any) -> None:
         super().__init__(text, threads, *given)
         self.came = 0
+        self.missed: Counter[int] = Counter()
         self._layers: dict[int, list[Layer]] = {}
 
     def prepare(
@@ -46,8 +49,18 @@ class FillingBackend(DrawingBackend):
 
     def _execute(self, program: Drawing, rows: int, first: int, last: int | None) -> None:
         super()._execute(program, rows, first, last)
-        for layer in self._layers[id(program)]:
+        for number, layer in enumerate(self._layers[id(program)]):
+            self._count_missed(number, layer, rows)
             self._fill(layer, rows)
+
+    def _count_missed(self, number: int, layer: Layer, rows: int) -> None:
+        words, _ = layer
+        addresses, homes = (
+            memory_view(words[name], 8 * words["experts"]).view(np.int64)
+            for name in ("addresses", "homes")
+        )
+        chosen = memory_view(words["chosen"], 8 * rows * words["top_k"]).view(np.int64)
+        self.missed[number] += int(np.count_nonzero(addresses[chosen] == homes[chosen]))
 
     def _fill(self, layer: Layer, rows: int) -> None:
         words_of, parts = layer

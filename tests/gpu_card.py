@@ -19,6 +19,7 @@ from strata_nb.card_backend import USUAL_SHARED_BYTES
 from strata_nb.driver import CudaDriver
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.cubins import Cubins
+from strata_nb.kernels.gpu.intrinsics.warpgroups import WITH_WARPGROUPS
 
 GUARD = 256  # bytes before and behind each array
 PATTERN = 0xA5
@@ -38,6 +39,7 @@ class Card:
     def __init__(self) -> None:
         self.driver = CudaDriver()
         major, minor = self.driver.card_facts(0).capability
+        self.has_warpgroups = (major, minor) == WITH_WARPGROUPS
         self._cubins = Cubins(f"sm_{major}{minor}")
         self._functions: dict[str, int] = {}
         self._stream = self.driver.stream_create(0)

@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from strata_nb.kernels.gpu.batches import BATCH_KERNELS
 from strata_nb.kernels.gpu.card_launch import CardLaunch
-from strata_nb.kernels.gpu.compile import ptx_code
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.routed import CARD_KERNELS
+from strata_nb.kernels.gpu.warpgroup_launches import WARPGROUP_KERNELS
 from strata_nb.kernels.program import Launch, Program, launch
 from strata_nb.kernels.table import KERNELS
 
 # (kernel of the table or of cards alone, variant, values by name: arrays by address; which of them
 # are written, further arrays that addresses in tables point to: written, read)
 Run = Callable[..., None]
-OF_CARDS = CARD_KERNELS | BATCH_KERNELS  # that the table does not have
+OF_CARDS = CARD_KERNELS | BATCH_KERNELS | WARPGROUP_KERNELS  # that the table does not have
 
 
 def aligned(array: NDArray[Any], boundary: int = 256) -> NDArray[Any]:
@@ -125,11 +125,3 @@ def shaped_for_card(
         words = dict.fromkeys(OF_CARDS[kernel].arguments, 0) | values
         return of_card(kernel, words, variant)
     return card_launches((shaped(kernel, variant, **values),), rows)
-
-
-def check_code(kernel: str, variant: Any = None, **values: int) -> None:
-    """Compile a kernel as far as PTX, which must not use double precision."""
-    made = [one for rows in (1, 8) for one in shaped_for_card(kernel, variant, rows=rows, **values)]
-    for name, one in {one.kernel.name: one for one in made}.items():
-        code = ptx_code(one.kernel, one.kinds)
-        assert ".f64" not in code, f"{name} computes in double precision"

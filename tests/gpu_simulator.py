@@ -22,8 +22,10 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from functools import cache
 from typing import Any
 
+import gpu_warpgroups
 import numpy as np
 from greenlet import getcurrent, greenlet
 
@@ -38,7 +40,12 @@ _EXPECTED: dict[str, tuple[type | None, int, int]] = {
     "f32": (np.float32, 0, 0),
     "f64": (None, 0, 0),
 }
-_IN_WORDS = {int: "an integer", np.float32: "a float32"}
+_IN_WORDS = {int: "an integer", np.float32: "a float32", tuple: "several numbers"}
+
+
+def _expected(kind: str) -> tuple[type | None, int, int]:
+    """Return what an argument of a type must be; several numbers are a tuple."""
+    return _EXPECTED.get(kind, (tuple, 0, 0))
 
 
 _NOWHERE = 0, 0, False, b""
@@ -56,7 +63,9 @@ class Memory:
 
     Launches that share one follow each other, and may overlap: it knows which wrote what.
 
-    others     called before a word is loaded that others of the system may write: plays those
+    others     plays others of the system: called before a word is loaded that they may write, and
+               behind the store of one that they may read
+    released, acquired   words that were stored and loaded as others of the system may see them
     clock_ns   moves on by `tick_ns` whenever a kernel asks for the time
     """
 
@@ -73,6 +82,7 @@ class Memory:
         self._starts = [start for start, *_ in self._blocks]
         self._kept = (*written, *read)
         self._launch = 0
+        self.released, self.acquired = set[int](), set[int]()
         # Of every four bytes the last that wrote them: a launch, and its block.
         self._writers: dict[int, tuple[int, Block]] = {}
 
@@ -88,8 +98,11 @@ class Memory:
         found = ""
         if not self._writers:
             return found
+        writers = self._writers
         for word in range(address >> 2, (address + size + 3) >> 2):
-            launch, writer = self._writers.get(word, (-1, block))
+            if word not in writers:
+                continue
+            launch, writer = writers[word]
             if launch == self._launch and writer != block:
                 return "beside"
             if launch == self._launch - 1:
@@ -123,6 +136,8 @@ class _Lane(greenlet):
     has_waited: bool  # for the launch in front
     copies: list[list[Callable[[], None]]]  # groups on their way to shared memory
     sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
+    products: Any  # of its warpgroup
+    unpublished: dict[int, list[tuple[int, int]]] | None  # that lanes of the block wrote since
 
 
 def run(
@@ -149,12 +164,14 @@ def run(
             for y in range(grid[1]):
                 for x in range(grid[0]):
                     shared = bytearray(b"\xff" * shared_bytes)
-                    sees_all = [False]
+                    sees_all, unpublished = [False], dict[int, list[tuple[int, int]]]()
+                    publishes = "publish" in names
                     lanes = [_Lane(bound) for _ in range(threads)]
                     for thread, lane in enumerate(lanes):
                         lane.gr_context = copy_context()  # in which the errstate holds
                         lane.thread, lane.block, lane.grid = thread, (x, y, z), grid
                         lane.shared, lane.copies = shared, [[]]
+                        lane.unpublished = unpublished if publishes else None
                         lane.has_waited, lane.sees_all = waits_at_its_entry, sees_all
                     _run_block(lanes, words, backwards=(x + y + z) % 2 == 1)
 
@@ -262,12 +279,29 @@ def _matrices(words: Sequence[tuple[bytearray, int]]) -> list[tuple[int, ...]]:
     ]
 
 
+def _turned(words: Sequence[tuple[bytearray, int]]) -> list[tuple[int, ...]]:
+    """Return the words that each lane gets of the same blocks, each turned."""
+    rows = np.array([struct.unpack_from("<8h", *one) for one in words], np.int16)
+    blocks = np.ascontiguousarray(rows.reshape(4, 8, 8).transpose(0, 2, 1)).view(np.int32)
+    return [tuple(blocks[:, lane >> 2, lane & 3].tolist()) for lane in range(WARP)]
+
+
+def _all_the_same(words: Sequence[tuple[int, int]]) -> list[None]:
+    if len(set(words)) != 1:
+        raise KernelFault(f"a warp multiplies {len(set(words))} pairs of matrices at once")
+    return [None] * len(words)
+
+
 # What lanes do together: of the words of each, what each gets.
 _PRODUCTS: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
     "shared_load_matrices": _matrices,
+    "shared_load_turned": _turned,
+    "of_any_lane": lambda words: [int(any(one[0] for one in words))] * len(words),
     "mma_of_halves": _product,
     "mma_16x8x16": _product_of_bytes,
     "mma_16x8x32": _product_of_bytes,
+    gpu_warpgroups.MULTIPLY: _all_the_same,
+    gpu_warpgroups.ATTEND: lambda given: gpu_warpgroups.attended(given, KernelFault),
 }
 
 
@@ -280,21 +314,46 @@ def _meaning(intrinsic: Intrinsic, memory: Memory) -> Callable[..., Any]:
     else:
         does = _does(intrinsic.name, memory)
 
-    expected = [_EXPECTED[kind] for kind in intrinsic.arguments]
-    count = len(expected)
+    def fault(*arguments: Any) -> KernelFault:
+        for value, (kind, low, high) in zip(
+            arguments, map(_expected, intrinsic.arguments), strict=True
+        ):
+            if kind is not None and value.__class__ is not kind:
+                return KernelFault(f"{intrinsic!r} with {value!r}, not {_IN_WORDS[kind]}")
+            if kind is int and not low <= value < high:
+                return KernelFault(f"{intrinsic!r} with {value:,}: not in {low:,} to {high - 1:,}")
+        raise AssertionError(f"{intrinsic!r} was called as it should be")
 
-    def call(*arguments: Any) -> Any:
-        if len(arguments) != count:
-            raise KernelFault(f"{intrinsic!r} with {len(arguments)} arguments")
-        for value, (kind, low, high) in zip(arguments, expected):  # noqa: B905 - counted above
-            if value.__class__ is not kind:
-                if kind is not None:
-                    raise KernelFault(f"{intrinsic!r} with {value!r}, not {_IN_WORDS[kind]}")
-            elif kind is int and not low <= value < high:
-                raise KernelFault(f"{intrinsic!r} with {value:,}: not in {low:,} to {high - 1:,}")
-        return does(*arguments)
+    return _guard(intrinsic.name, intrinsic.arguments)(does, fault)
 
-    return call
+
+@cache
+def _guard(name: str, kinds: tuple[str, ...]) -> Callable[..., Callable[..., Any]]:
+    """Return what puts a look at types and ranges in front of what an intrinsic does.
+
+    It is written out for each signature: a third of the time is spent there.
+    """
+    names = [f"a{number}" for number in range(len(kinds))]
+    looks = []
+    for argument, word in zip(names, kinds, strict=True):
+        kind, low, high = _expected(word)
+        if kind is not None:
+            looks.append(f"{argument}.__class__ is {kind.__name__}")
+        if kind is int:
+            looks.append(f"{low} <= {argument} < {high}")
+    given = ", ".join(names)
+    scope: dict[str, Any] = {"float32": np.float32}
+    exec(
+        f"def guard(does, fault):\n"
+        f"    def {name}({given}):\n"
+        f"        if {' and '.join(looks) or True}:\n"
+        f"            return does({given})\n"
+        f"        raise fault({given})\n"
+        f"    return {name}",
+        scope,
+    )
+    found: Callable[..., Callable[..., Any]] = scope["guard"]
+    return found
 
 
 def _lookup(table: ConstantTable) -> Callable[..., Any]:
@@ -319,12 +378,22 @@ def _signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> bits - 1 else value
 
 
+def _low_word(value: int) -> int:
+    return ((value + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
+
+
+_BYTES = [*range(128), *range(-128, 0)]  # signed, by what they are without a sign
+
+
 def _bytes_of(value: int) -> list[int]:
-    return [_signed(value >> 8 * number, 8) for number in range(4)]
+    return [_BYTES[value >> shift & 255] for shift in (0, 8, 16, 24)]
+
+
+_HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
 def _half(bits: int) -> np.float32:
-    return np.float32(np.array(bits & 0xFFFF, np.uint16).view(np.float16))
+    return _HALVES[bits & 0xFFFF]
 
 
 def _nearest(x: np.float32) -> int:
@@ -368,11 +437,19 @@ def _bytes_by_nibbles(a: int, b: int, numbers: int) -> int:
 
 
 _PLAIN: dict[str, Callable[..., Any]] = {
-    "dp4a": lambda a, b, c: _signed(
-        c + sum(x * y for x, y in zip(_bytes_of(a), _bytes_of(b), strict=True)), 32
+    "dp4a": lambda a, b, c: _low_word(
+        c
+        + _BYTES[a & 255] * _BYTES[b & 255]
+        + _BYTES[a >> 8 & 255] * _BYTES[b >> 8 & 255]
+        + _BYTES[a >> 16 & 255] * _BYTES[b >> 16 & 255]
+        + _BYTES[a >> 24 & 255] * _BYTES[b >> 24 & 255]
     ),
-    "dp4a_u8": lambda a, b, c: _signed(
-        c + sum((x & 255) * y for x, y in zip(_bytes_of(a), _bytes_of(b), strict=True)), 32
+    "dp4a_u8": lambda a, b, c: _low_word(
+        c
+        + (a & 255) * _BYTES[b & 255]
+        + (a >> 8 & 255) * _BYTES[b >> 8 & 255]
+        + (a >> 16 & 255) * _BYTES[b >> 16 & 255]
+        + (a >> 24 & 255) * _BYTES[b >> 24 & 255]
     ),
     "level_parts": _level_parts,
     "sign_bytes": lambda word: int.from_bytes(
@@ -388,14 +465,16 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "nearest_i32": _nearest,
     "truncated_i64": _truncated,
     # The product of two float32 is exact in float64; its sum is rounded to 53 bits and then to 24.
-    "fma": lambda a, b, c: np.float32(np.float64(a) * np.float64(b) + np.float64(c)),
+    "fma": lambda a, b, c: np.float32(float(a) * float(b) + float(c)),
     "larger_f32": np.fmax,
     "square_root": np.sqrt,
-    "i32": lambda x: _signed(x, 32),
+    "power_of_two": np.exp2,
+    "i32": _low_word,
     "i64": lambda x: x,
     "once_i32": lambda x: x,
     "once_i64": lambda x: x,
     "as_one": lambda address: address,
+    "quotient_i32": lambda a, b: a // b,
     "shifted_down": _shifted_down,
     "f32_of_i32": np.float32,
     "f32": np.float32,
@@ -405,6 +484,8 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 def _does(name: str, memory: Memory) -> Callable[..., Any]:
     if name in _PLAIN:
         return _PLAIN[name]
+    if of_warpgroups := gpu_warpgroups.meaning(name, KernelFault):
+        return of_warpgroups
 
     places: dict[str, Callable[[], int]] = {
         "thread_index": lambda: getcurrent().thread,
@@ -476,13 +557,23 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
 
         def load_system(place: int) -> int:  # it may be of what somebody writes now
             memory.others()
+            memory.acquired.add(place)
             if place % 8:
                 raise KernelFault(f"8 bytes at {place:#x}: not aligned")
             word: int = struct.unpack_from("<q", *memory.check(place, 8, "load"))[0]
             return word
 
         return load_system
-    if name in {"store_system_i64", "post_i64"}:
+    if name == "store_system_i64":
+        store = _access("store_i64", memory)
+
+        def store_system(place: int, value: int) -> None:  # others may look at once
+            store(place, value)
+            memory.released.add(place)
+            memory.others()
+
+        return store_system
+    if name == "post_i64":
         return _access("store_i64", memory)
     if name == "posted_i64":  # what the launch in front posts: it has ended here
 
@@ -493,7 +584,7 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
         return posted
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
-    if name == "shared_load_matrices":
+    if name in ("shared_load_matrices", "shared_load_turned"):
 
         def load_matrices(place: int) -> Any:
             lane = getcurrent()
@@ -554,6 +645,8 @@ def _access(name: str, memory: Memory) -> Callable[..., Any]:
     def check_writer(place: int) -> None:
         lane = getcurrent()
         writer = memory.writer_of(place, size, lane.block)
+        if not writer:
+            return
         if writer == "in front" and kind == "fetch":
             raise KernelFault(f"{name} of what the launch in front wrote, at {place:#x}")
         if writer == "in front" and not lane.has_waited:
@@ -565,17 +658,21 @@ def _access(name: str, memory: Memory) -> Callable[..., Any]:
         if not shared:
             check_writer(place)
         found = layout.unpack_from(*bytes_at(place))
-        if element == "f32":
-            found = tuple(map(np.float32, found))
-        return found[0] if number == 1 else found
+        if number > 1:
+            return tuple(map(np.float32, found)) if element == "f32" else found
+        return np.float32(found[0]) if element == "f32" else found[0]
 
     def store(place: int, *values: Any) -> None:
         target, offset = bytes_at(place)
         if not shared:
             memory.note_write(place, size, getcurrent().block)
-        bits = 8 * layout.size // number
-        raw = values if element == "f32" else [_signed(value, bits) for value in values]
-        layout.pack_into(target, offset, *raw)
+        else:
+            lane = getcurrent()
+            if lane.unpublished is not None:
+                lane.unpublished.setdefault(lane.thread, []).append((place, place + size))
+        if size < 4 * number and element != "f32":  # lower parts of words; others were looked at
+            values = tuple(_signed(value, 8 * size // number) for value in values)
+        layout.pack_into(target, offset, *values)
 
     def add(place: int, value: Any) -> None:
         store(place, load(place) + value)

@@ -44,7 +44,7 @@ class NumpyBackend:
     def packed_row_bytes(self, values: int) -> int:
         return 4 * values
 
-    def compile(self, programs: Sequence[Program], progress: Any, say: Any) -> None:
+    def compile(self, programs: Sequence[Program], progress: Any, say: Any, **_: Any) -> None:
         pass
 
     def prepare(self, programs: Sequence[Program]) -> Any:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from strata_nb.cli import USAGE
 from strata_nb.commands.arguments import (
     Arguments,
     options_from,
@@ -17,6 +16,7 @@ from strata_nb.commands.arguments import (
 )
 from strata_nb.errors import ConfigError
 from strata_nb.options import Options, Sampling
+from strata_nb.usage import USAGE
 
 # Without which a command is none.
 NEEDED = {"bench policy": ["routes.npy"]}

@@ -24,12 +24,14 @@ from strata_nb.card_backend import CardBackend, CardProgram
 from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
 from strata_nb.errors import DeviceLost, DriverError, StrataError
+from strata_nb.formats import TensorType
 from strata_nb.kernels import mailbox
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES
 from strata_nb.kernels.pool_state import WORDS
 from strata_nb.kernels.program import launch
+from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.reference import Floats
 from strata_nb.sampling import Choice, uniform
 from strata_nb.shared_tables import SharedTable
@@ -366,6 +368,23 @@ def test_a_profile_that_fails_leaves_counts_and_driver_as_they_were(function: st
         assert adding.y.array.tolist() == [2] * WIDTH
 
 
+@pytest.mark.parametrize("same_bits", [True, False])
+def test_a_card_with_warpgroups_multiplies_by_them_unless_bits_shall_be_those_of_windows(
+    same_bits: bool,
+) -> None:
+    idle = Simulated()
+    with closing(HostTable(1)) as cards, closing(CudaDriver(cards)) as driver:
+        backend = CardBackend("cuda", driver, 0, idle, 1, has_warpgroups=True)
+        backend.same_bits = same_bits
+        product = shaped("linear", TensorType.Q4_K, values=256, outputs=64)
+        (*_, last) = backend.launches((product,), 512)
+        (alone,) = backend.launches((product,), 1)
+        assert last.kernel.name.startswith("batch" if same_bits else "warpgroup")
+        assert alone.kernel.name.startswith("one_row")
+        assert backend.packed_row_bytes(256) == row_bytes(256) + (0 if same_bits else 2 * 256)
+        backend.close()
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_launches_overlap_unless_they_shall_not(
     monkeypatch: pytest.MonkeyPatch, overlaps: bool
@@ -476,7 +495,7 @@ def test_a_kernel_keeps_the_most_shared_memory_that_a_launch_of_it_needs(
     def taking(size: int) -> CardLaunch:
         return card_launch(shaped("gated_add", width=size))._replace(kernel=kernel)
 
-    monkeypatch.setattr(card_backend, "card_launches", lambda program, _, __: program)
+    monkeypatch.setattr(card_backend, "card_launches", lambda program, *_, **__: program)
     with simulated_card() as backend:
         backend.prepare([[taking(8), taking(100_000), taking(60_000)], [taking(80_000)]])
 

@@ -4,6 +4,7 @@ right. Kernels do nothing here, so that every call of the driver can fail once i
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import Counter
@@ -187,16 +188,22 @@ def test_a_table_whose_copy_failed_is_sent_again(machine: Machine, tiny: Path) -
         assert isinstance(backend, CardBackend)
         (shared,) = [one for one in backend._shared if one.table is tiers]
         sequence, on_it = model.open_sequence(), np.empty_like(tiers.array)
-        for nth in range(1, 9):
+        for nth in itertools.count(1):
             backend.send(shared.address, np.full_like(on_it, 7))
             tiers[:] = tiers.array.copy()
             machine.table.plan("cuMemcpyAsync", nth)
-            with pytest.raises(DriverError, match="cuMemcpyAsync"):
+            has_failed = False
+            try:
                 read(model, sequence, [1])
+            except DriverError:
+                has_failed = True
             machine.table.lift()
             read(model, sequence, [1])
             backend.fetch(shared.address, on_it)
             assert np.array_equal(on_it, tiers.array), f"copy {nth}"
+            if not has_failed:
+                break
+        assert nth > 3
 
 
 def test_a_batch_in_which_a_call_failed_gives_back_what_it_borrowed(

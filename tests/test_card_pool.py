@@ -7,10 +7,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from card_world import simulated_card
+from card_world import AllMemory, simulated_card
 from device_world import load, make_tiny, opened, random_tokens, read
 from gpu_card import Card
 
@@ -37,20 +38,30 @@ def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_whose_missed_experts_the_cpu_computes_gives_the_hosts_logits(tiny: Path) -> None:
+@pytest.mark.parametrize("given", [{"pcie_frac": 0.0}, {"pin": False}])
+def test_a_model_whose_missed_experts_the_cpu_computes_gives_the_hosts_logits(
+    tiny: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = random_tokens(2)
     with opened(tiny, rows=8, ctx=64) as model:
         expected = read(model, model.open_sequence(), ids[:1])
-    options = {"expert_cache": "2", "pcie_frac": 0.0}
+    options = {"expert_cache": "2", **given}
     with (
         simulated_card(budget_bytes=2 * GIB) as backend,
         closing(load(backend, tiny, ctx=64, rows=8, **options)) as model,
     ):
+        host, check = model.arena._host, AllMemory.check
+
+        def outside(memory: AllMemory, address: int, size: int, use: str) -> Any:
+            assert not 0 <= address - host.address < host.size_bytes
+            return check(memory, address, size, use)
+
+        monkeypatch.setattr(AllMemory, "check", outside)
         found = read(model, model.open_sequence(), ids[:1])
         report = model.report()
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
     assert report.cpu_experts == report.misses > 0
-    assert report.link_bytes == 0
+    assert report.link_bytes == report.inserted_bytes  # what the host copied to free slots
 
 
 @pytest.fixture

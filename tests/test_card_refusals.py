@@ -322,7 +322,7 @@ def test_ctrl_c_in_the_compiler_itself_ends_with_130_and_no_half_file(
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert "left {}" in done.stdout
-    assert len(list(tmp_path.rglob("*.cubin"))) == 1
+    assert list(tmp_path.rglob("*.cubin"))  # what other processes made stays too
     assert not list(tmp_path.rglob("*.tmp"))
 
 

@@ -17,8 +17,8 @@ import pytest
 from console import Console, interruptible, start
 
 from strata_nb import Engine, Options, Sampling
-from strata_nb.cli import USAGE
 from strata_nb.commands.figures import Figures
+from strata_nb.usage import USAGE
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 

@@ -21,7 +21,7 @@ from model_shapes import LOGITS_SHAPES
 
 from strata_nb import Engine, Options
 from strata_nb.cache.profile import load_profile
-from strata_nb.commands import reading
+from strata_nb.commands import answer, reading
 from strata_nb.compiling import cache_folder
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -378,6 +378,23 @@ def test_a_signal_in_the_middle_of_an_answer_leaves_nothing(model: str, sent: in
     assert left_over(before) == set()
 
 
+def test_of_a_prompt_that_was_broken_off_the_cells_that_were_read_are_said(
+    run: Console,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Interrupting(reading.Reading):
+        def went_on(self, done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(answer, "Reading", Interrupting)
+    words = ["-f", "-", "-c", "600", "--prefill", "64", "--device", "host", "--verbose"]
+    with pytest.raises(KeyboardInterrupt):
+        run("generate", "-m", model, *words, stdin="long " * 100)
+    assert "K/V 64 of 600 cells" in capsys.readouterr().err
+
+
 def left_over(before: set[str]) -> set[str]:
     """Return what is in shared memory beside what was; what others put there soon goes away."""
     for _ in range(100):
@@ -396,6 +413,7 @@ def left_over(before: set[str]) -> set[str]:
         ("--no-prefill-borrow", "borrows nothing for prompts"),
         ("--pcie-frac=0.5", "shares no experts with the CPU"),
         ("--no-cpu-pool", "shares no experts with the CPU"),
+        ("--no-pin", "shares no experts with the CPU"),
     ],
 )
 def test_a_device_without_what_a_flag_turns_off_says_so(

@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from compiling_worker import COUNT, functions
@@ -82,13 +82,30 @@ def first_waits(wait: Callable[[], object]) -> list[Compiled]:
     return [Waiting("int64(int64)", first.__wrapped__), *others]  # type: ignore[attr-defined]
 
 
+def failed(some: Sequence[Compiled], processes: int, request_: bytes = b"") -> int:
+    """Compile together; return how many processes are said not to have done their part."""
+    said: list[str] = []
+    compile_together(some, processes, WORKER, request_, cache_folder(), say=said.append)
+    assert len(said) <= 1
+    return int(said[0].split()[0]) if said else 0
+
+
 def test_a_process_compiles_what_another_one_does_not_come_to(
     folder: Path, workers: list[Any], compiled_here: list[str]
 ) -> None:
     some = first_waits(lambda: wait_until(lambda: all(one.is_on_disk() for one in some[1:])))
     told: list[tuple[int, int]] = []
-    failed = compile_together(some, 2, WORKER, b"", lambda done, total: told.append((done, total)))
-    assert failed == 0
+    said: list[str] = []
+    compile_together(
+        some,
+        2,
+        WORKER,
+        b"",
+        cache_folder(),
+        progress=lambda done, total: told.append((done, total)),
+        say=said.append,
+    )
+    assert said == []
     assert compiled_here == ["add_0"]
     assert [worker.returncode for worker in workers] == [0]
     assert told[0] == (0, COUNT)
@@ -102,7 +119,7 @@ def test_what_a_worker_that_ended_has_left_is_compiled_here(
     workers: list[Any], compiled_here: list[str], request_: bytes
 ) -> None:
     some = first_waits(lambda: wait_until(lambda: workers[0].poll() is not None))
-    assert compile_together(some, 2, WORKER, request_) == 1
+    assert failed(some, 2, request_) == 1
     assert compiled_here == [f"add_{number}" for number in range(COUNT)]
     assert workers[0].returncode != 0
 
@@ -110,13 +127,13 @@ def test_what_a_worker_that_ended_has_left_is_compiled_here(
 def test_what_a_worker_took_and_did_not_do_is_compiled_here(
     workers: list[Any], compiled_here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def takes_one(module: str, queue: int, report: int, task: bytes) -> Any:
+    def takes_one(module: str, queue: int, report: int, task: IO[bytes]) -> Any:
         workers.append(subprocess.Popen(["head", "-c", "1"], stdin=queue, stdout=report))
         return workers[-1]
 
     monkeypatch.setattr(compiling_processes, "_start", takes_one)
     some = first_waits(lambda: wait_until(lambda: workers[0].poll() is not None))
-    assert compile_together(some, 2, WORKER, b"") == 0
+    assert failed(some, 2) == 0
     assert sorted(compiled_here) == [f"add_{number}" for number in range(COUNT)]
 
 
@@ -125,7 +142,7 @@ def test_a_worker_that_says_nothing_is_not_waited_for_without_end(
 ) -> None:
     monkeypatch.setattr(compiling_processes, "_PATIENCE_S", 0.1)
     some = functions()
-    compile_together(some, 2, WORKER, b"sleep")
+    failed(some, 2, b"sleep")
     assert len(compiled_here) == COUNT
     assert workers[0].returncode is not None
 
@@ -136,7 +153,7 @@ def test_a_worker_with_another_cache_does_nothing(
     other = tmp_path / "other"
     monkeypatch.setenv(CACHE_VARIABLE, str(other))  # for workers: here the folder is known
     some = first_waits(lambda: wait_until(lambda: workers[0].poll() is not None))
-    compile_together(some, 2, WORKER, b"")
+    assert failed(some, 2) == 1
     assert workers[0].returncode == 1
     assert not list(other.rglob("*.nb?"))
     assert all(one.is_on_disk() for one in some)
@@ -151,7 +168,7 @@ def test_no_worker_is_left_when_this_process_is_interrupted(
 
     some = first_waits(interrupted)
     with pytest.raises(KeyboardInterrupt):
-        compile_together(some, 2, WORKER, b"")
+        failed(some, 2)
     assert workers[0].returncode is not None
     assert not list(folder.glob("*.tmp*"))
 
@@ -161,13 +178,15 @@ def test_no_worker_is_left_when_this_process_is_killed() -> None:
         "import time\n"
         "from compiling_worker import functions\n"
         "from strata_nb import compiling_processes\n"
+        "from strata_nb.compiling import cache_folder\n"
         "start = compiling_processes._start\n"
         "def noted(*arguments):\n"
         "    worker = start(*arguments)\n"
         "    print(worker.pid, flush=True)\n"
         "    time.sleep(600)\n"
         "compiling_processes._start = noted\n"
-        "compiling_processes.compile_together(functions(), 2, 'compiling_worker', b'sleep')\n"
+        "compiling_processes.compile_together(\n"
+        "    functions(), 2, 'compiling_worker', b'sleep', cache_folder())\n"
     )
     paths = os.pathsep.join(path for path in sys.path if path)
     with subprocess.Popen(
@@ -191,7 +210,7 @@ def is_running(process: int) -> bool:
 
 
 def test_one_process_starts_no_other(workers: list[Any]) -> None:
-    assert compile_together(functions(), 1, WORKER, b"") == 0
+    assert failed(functions(), 1) == 0
     assert workers == []
 
 
@@ -199,7 +218,7 @@ def test_where_no_process_can_be_started_this_one_does_all(
     monkeypatch: pytest.MonkeyPatch, compiled_here: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/none/python")
-    assert compile_together(functions(), 3, WORKER, b"") == 2
+    assert failed(functions(), 3) == 2
     assert len(compiled_here) == COUNT
 
 
@@ -214,8 +233,9 @@ def test_there_are_no_more_processes_than_cores_and_work_and_memory_for_them(
     monkeypatch: pytest.MonkeyPatch, cores: int, functions_: int, room: int, processes: int
 ) -> None:
     monkeypatch.setattr(cpu, "physical_cores", lambda: cores)
-    monkeypatch.setattr(cpu, "available_memory_bytes", lambda: room * ahead._PROCESS_BYTES)
-    assert ahead._processes(functions_) == processes
+    room_bytes = room * compiling_processes._PROCESS_BYTES
+    monkeypatch.setattr(cpu, "available_memory_bytes", lambda: room_bytes)
+    assert compiling_processes.processes_for(functions_, 8) == processes
 
 
 def test_what_is_on_disk_is_not_compiled_again_and_nothing_is_said(

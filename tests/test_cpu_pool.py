@@ -23,10 +23,12 @@ from test_host_experts import EXPERTS, ExpertCase, Layer, Routes, mixture
 from test_threads import run_script
 
 from strata_nb import cpu
+from strata_nb.compiling import compiled
 from strata_nb.cpu_pool import CpuPool, PoolLayer, pool_threads
 from strata_nb.errors import StrataError
 from strata_nb.formats import TensorType
 from strata_nb.kernels import mailbox
+from strata_nb.kernels.host import pool as host_pool
 from strata_nb.kernels.host import pool_words as at
 from strata_nb.kernels.reference import Floats
 from strata_nb.pool_rate import Poster, measure
@@ -155,6 +157,24 @@ def test_a_thread_that_starts_late_takes_part_in_the_first_post(
         until(lambda: poster.word(mailbox.ANSWERED) == 1)
 
 
+@compiled("void(int64,int64)")
+def fall_asleep(state: int, own: int) -> None:
+    host_pool._sleep(state, own)
+
+
+@pytest.mark.parametrize("change", [at.AWAKE, at.STOP])
+def test_a_thread_that_is_called_while_it_falls_asleep_does_not_sleep(change: int) -> None:
+    state = np.zeros(at.state_words(1), np.int64)
+    state[change] = 1  # behind the thread's last look, and before it said that it sleeps
+    address = int(state.ctypes.data)
+    falls = threading.Thread(
+        target=fall_asleep, args=(address, address + 8 * at.THREADS_AT), daemon=True
+    )
+    falls.start()
+    until(lambda: not falls.is_alive())
+    assert state[at.of_thread(0, at.SLEEPS)] == 0
+
+
 def test_threads_wake_after_any_pause(layers: list[Layer]) -> None:
     with pool_of(layers) as (made_pool, poster):
         message(poster)
@@ -201,6 +221,15 @@ def test_the_rate_of_a_pool_is_measured_on_its_layers(layers: list[Layer]) -> No
     assert found.shape == (8,)
     assert np.all(found > 0)
     assert workers() == before
+
+
+def test_a_pool_that_does_not_answer_has_no_rate_and_leaves_no_thread(
+    layers: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_pool, "ask", lambda *_: -1)
+    with pytest.raises(StrataError, match="did not answer"):
+        measure([described(layer) for layer in layers], 2, 3, posts=8)
+    assert workers() == set()
 
 
 # -- messages that nobody can have meant -----------------------------------------------------------
@@ -264,6 +293,18 @@ def test_a_thread_that_stalls_for_a_moment_only_makes_the_answer_late(layers: li
         poster.post()
         time.sleep(0.02)
         hold(made_pool, 0, 0)
+        until(lambda: poster.word(mailbox.ANSWERED) == 1)
+        assert same_bits(poster.answer, by_launches(layers[0], (1, 4), some_shares(2)))
+
+
+def test_what_was_looked_at_of_a_message_is_what_is_used(layers: list[Layer]) -> None:
+    with pool_of(layers, 2) as (made_pool, poster):
+        message(poster)
+        hold(made_pool, 1, 1)
+        poster.post()
+        until(lambda: made_pool._state[at.GENERATION] == 1)
+        poster.message(1, (5, 3, -9), np.full(3, np.nan, np.float32))
+        hold(made_pool, 1, 0)
         until(lambda: poster.word(mailbox.ANSWERED) == 1)
         assert same_bits(poster.answer, by_launches(layers[0], (1, 4), some_shares(2)))
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from gpu_launches import shaped_for_card
 
+from strata_nb import cpu
 from strata_nb.errors import ConfigError, UnsupportedDevice
 from strata_nb.kernels.gpu import compile as gpu_compile
 from strata_nb.kernels.gpu import cubins
+from strata_nb.kernels.gpu.compile import Cubin
 from strata_nb.kernels.gpu.cubins import Cubins
 from strata_nb.kernels.gpu.gating import gated_add_kernel
+from strata_nb.kernels.gpu.operations import GpuKernel
 
 KINDS = ["address", "address", "address", "address", "integer"]
+DEADLINE_S = 120.0
 WANTED = [(gated_add_kernel(), KINDS)]
 
 
@@ -44,11 +50,34 @@ def test_a_second_start_compiles_nothing(folder: Path, request: pytest.FixtureRe
     said: list[str] = []
     told: list[tuple[int, int]] = []
     first = Cubins("sm_90")(WANTED, lambda *done: told.append(done), said.append)
-    assert said == ["compiling 1 kernels for sm_90, which is kept for later"]
+    assert said == ["compiling 1 kernel for sm_90, which is kept for later"]
     assert told == [(0, 1), (1, 1)]
     request.getfixturevalue("no_compiler")
     assert Cubins("sm_90")(WANTED, None, said.append) == first
     assert len(said) == 1
+
+
+def test_another_process_makes_the_same_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = [shaped_for_card(name)[0] for name in ("gated_add", "silu_mul", "quantise")]
+    launches += shaped_for_card("rms_norm", width=64)  # a closure
+    wanted = [(one.kernel, one.kinds) for one in launches]
+    here: list[str] = []
+
+    def last(kernel: GpuKernel, kinds: Sequence[str], target: str) -> Cubin:
+        end = time.monotonic() + DEADLINE_S
+        while len(list(folder.rglob("*.cubin"))) < len(wanted) - 1 and time.monotonic() < end:
+            time.sleep(0.02)
+        here.append(kernel.name)
+        return gpu_compile.cubin_of(kernel, kinds, target)
+
+    monkeypatch.setattr(cubins, "cubin_of", last)
+    monkeypatch.setattr(cpu, "physical_cores", lambda: 2)
+    said: list[str] = []
+    found = Cubins("sm_90")(wanted, None, said.append)
+    assert said == ["compiling 4 kernels for sm_90 in 2 processes, which is kept for later"]
+    assert len(here) == 1
+    for kernel, kinds in wanted[-2:]:
+        assert found[kernel.name] == gpu_compile.cubin_of(kernel, kinds, "sm_90")
 
 
 def test_each_target_has_its_own_code(folder: Path) -> None:
@@ -109,7 +138,7 @@ def test_code_that_cannot_be_kept_is_refused_with_its_name(
     folder: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = Cubins("sm_90")
-    path = compiler._path("gated_add")
+    path = cubins._folder() / "gated_add-sm_90.cubin"
     if obstacle == "a full disk":
         monkeypatch.setattr(cubins, "whole_file", _full_disk)
     else:

@@ -134,6 +134,15 @@ def test_memory_that_a_card_sees_at_another_address_is_refused() -> None:
     host.close()
 
 
+def test_who_may_not_register_memory_hears_of_the_way_around(
+    driver: CudaDriver, table: FailingTable
+) -> None:
+    table.plan("cuMemHostRegister", status=801)
+    with pytest.raises(DriverError, match="register_host") as caught:
+        driver.register_host(0x10000, 4096)
+    assert caught.value.hint.startswith("--no-pin ")
+
+
 def test_chunks_are_no_smaller_than_what_cards_charge() -> None:
     host = HostTable(minimum_bytes=4096)
     driver = CudaDriver(host)

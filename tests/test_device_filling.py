@@ -91,6 +91,18 @@ def test_policies_that_keep_what_they_have_fill_free_slots_only(
             assert (model_of(engine).report().inserted > slots) == (adapt == "swap")
 
 
+@pytest.mark.parametrize("adapt", ["insert", "swap", "off"])
+def test_missed_bytes_are_those_of_the_experts_that_found_no_slot(small: Path, adapt: str) -> None:
+    """Where a policy swaps, experts move behind a window that is not counted yet."""
+    every = 2 if adapt == "swap" else None
+    with filling(small, adapt=adapt, adapt_every=every) as engine:
+        write(begun(engine), LENGTH)
+        sizes, missed = model_of(engine).arena.layout.blob_bytes, device_of(engine).missed
+        assert engine.describe().misses == missed.total() > 0
+        expected = sum(sizes[layer] * count for layer, count in missed.items())
+        assert engine.describe().missed_bytes == expected
+
+
 def test_sessions_that_take_turns_and_drop_windows_see_no_difference(small: Path) -> None:
     def texts(engine: Engine) -> Sequence[list[int]]:
         sessions = [begun(engine), begun(engine)]
@@ -206,6 +218,34 @@ def test_after_a_window_that_failed_all_experts_are_at_home(
         assert arena.resident > 0
 
 
+def test_what_windows_left_is_found_later_where_it_cannot_be_fetched(
+    small: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with filling(small) as engine:
+        device, arena, places = (
+            device_of(engine),
+            model_of(engine).arena,
+            model_of(engine)._filling_places,
+        )
+        fetch = device.fetch
+
+        def fail(address: int, array: np.ndarray[Any, Any]) -> None:
+            if places is not None and address == places.addresses:
+                raise StrataError("no")
+            fetch(address, array)
+
+        sampling = Sampling(seed=3, temperature=1.0)
+        generation = begun(engine).generate(max_tokens=LENGTH, sampling=sampling, ignore_eos=True)
+        ids = [next(generation).id for _ in range(9)]
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "fetch", fail)
+            with pytest.raises(StrataError, match="no"):
+                engine.describe()
+        assert arena.resident > 0
+        check_tables(engine)
+        assert ids + [token.id for token in generation] == expected
+
+
 def test_steps_of_prompts_and_of_several_rows_fill_as_well(small: Path) -> None:
     found = []
     for opened in (engine_of(small), filling(small)):
@@ -256,8 +296,12 @@ def test_a_plan_that_was_not_sent_is_sent_again(small: Path) -> None:
             patch.setattr(model._backend, "send", lambda address, _: sent.append(address))
             model._steps._filling.silence()
             model._steps._filling.silence()
+            assert len(sent) == 1
+            for failed in (model._steps._filling.lose, model._steps._filling.find_after_failure):
+                failed()  # perhaps before what was to be sent was sent
+                model._steps._filling.silence()
         assert model._filling_places is not None
-        assert sent == [model._filling_places.plan]
+        assert sent == 3 * [model._filling_places.plan]
         model._steps._filling._silent_share = None
 
 

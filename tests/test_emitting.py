@@ -53,7 +53,9 @@ class RecordingBackend:
     def packed_row_bytes(self, values: int) -> int:
         return row_bytes(values)
 
-    def compile(self, programs: Sequence[Program], progress: object, say: object) -> None:
+    def compile(
+        self, programs: Sequence[Program], progress: object, say: object, **_: object
+    ) -> None:
         pass
 
     def prepare(self, programs: Sequence[Program]) -> list[PreparedProgram]:

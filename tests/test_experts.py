@@ -344,6 +344,10 @@ def test_what_a_device_decided_is_taken_over_and_no_change_of_the_hosts(world: W
     assert (arena.resident, arena.filled) == (3, 2)
     assert free not in np.concatenate(arena.free_slots())
     ledger_of(world).check_integrity()
+    addresses[1, 2] = arena.homes[1, 2]  # and nobody came
+    assert not arena.adopt(addresses).any()
+    assert free in np.concatenate(arena.free_slots())
+    ledger_of(world).check_integrity()
     arena.forget()
     assert arena.resident == 0
     assert arena.addresses.changes > changes

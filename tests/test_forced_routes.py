@@ -11,7 +11,7 @@ from make_model import make_model
 from make_routes import make_routes
 from numpy.typing import NDArray
 
-from strata_nb import Engine, Options, Sampling, loading, models
+from strata_nb import Engine, Options, Sampling, device_layout, models
 from strata_nb.cache.routing import forced_routes
 from strata_nb.errors import ConfigError, FileFormatError
 from strata_nb.kernels.gpu.launches import card_launches
@@ -147,7 +147,7 @@ def test_a_model_is_not_loaded_for_routes_of_another(
     tiny = tmp_path / "tiny.gguf"
     make_tiny(tiny)
     monkeypatch.setattr(models, "open_reference", pytest.fail)
-    monkeypatch.setattr(loading, "dense_layout", pytest.fail)
+    monkeypatch.setattr(device_layout, "dense_layout", pytest.fail)
     for device in ("host", "reference"):
         with pytest.raises(ConfigError, match=r"--force-routes .* 2 in each of 2"):
             Engine.open(Options(tiny, device, ctx_size=64, force_routes=trace[0]))

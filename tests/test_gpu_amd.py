@@ -15,6 +15,7 @@ import pytest
 from gpu_launches import OF_CARDS, shaped, shaped_for_card
 
 from strata_nb.formats import CACHE_TYPES, TensorType
+from strata_nb.kernels.gpu.attention_batches import batch_attention_kernel
 from strata_nb.kernels.gpu.attention_tiles import tiles_attention_kernel
 from strata_nb.kernels.gpu.batches import BATCH_KERNELS
 from strata_nb.kernels.gpu.card_launch import CardLaunch
@@ -33,7 +34,10 @@ T = TensorType
 Case = tuple[str, Any]  # a kernel of the table, a variant
 CARDS = ["gfx1100", "gfx1201"]  # RDNA 3 and 4
 # Products of matrices are made of shuffles here, and these do not fit the registers.
-OF_SHUFFLES = ("attention_halves", "attention_tiles", "batch_linear", "batch_expert", "batch_up")
+OF_SHUFFLES = (
+    *("attention_halves", "attention_tiles", "attention_batch"),
+    *("batch_linear", "batch_expert", "batch_up"),
+)
 WEIGHTS = sorted(PACKED | UNPACKED)
 PRODUCTS = ("batch_linear", "batch_expert", "batch_up")
 
@@ -167,10 +171,17 @@ def test_a_router_and_what_chooses_behind_it_become_code_of_other_cards() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_attention_of_a_batch_becomes_code_of_other_cards(is_whole: bool) -> None:
-    kinds = [one.kind for one in KERNELS["attention"].arguments]
-    lower_kernel(tiles_attention_kernel(64, 64, is_whole=is_whole), kinds)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        tiles_attention_kernel(64, 64, is_whole=False),
+        tiles_attention_kernel(64, 64, is_whole=True),
+        batch_attention_kernel(64, 64),
+    ],
+    ids=lambda kernel: kernel.name,
+)
+def test_attention_of_a_batch_becomes_code_of_other_cards(kernel: GpuKernel) -> None:
+    lower_kernel(kernel, [one.kind for one in KERNELS["attention"].arguments])
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
+from inspect import signature
 from itertools import product
 
 import pytest
@@ -129,13 +130,21 @@ def _ready(lengths: Sequence[int]) -> Iterator[CardLaunch]:
         yield from card_launches((rope, store, attention), 1)
 
 
-Kernels = dict[str, tuple[GpuKernel, Sequence[str]]]
+def _in_own_order(lengths: Sequence[int]) -> Iterator[CardLaunch]:
+    """Yield attention of many rows whose bits need not be those of a window."""
+    for key_length, value_length in product(lengths, repeat=2):
+        sizes = {"key_length": key_length, "value_length": value_length}
+        one = shaped("attention", ("f16", "f16"), heads=8, **OF_HEADS, **sizes)
+        yield from card_launches((one,), OF_BATCHES[-1], same_bits=False)
+
+
+Kernels = dict[str, CardLaunch]
 
 
 @cache
 def every_kernel(*, lengths: bool = False) -> Kernels:
-    """Return kernels by name, with the kinds of their arguments: of each kernel that a card has
-    every type of weights, every pair of types of the K/V, every number of heads and of experts.
+    """Return kernels by name, each in a launch of it: of each kernel that a card has every type of
+    weights, every pair of types of the K/V, every number of heads and of experts.
 
     lengths   also every type with every length of rows and every pair of types with every length
               of heads and number of them that share, not the usual one alone
@@ -145,21 +154,22 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
         for variant, values in launches_of(name, lengths=lengths):
             for rows in _rows_of(name, variant, values, lengths=lengths):
                 for made in shaped_for_card(name, variant, rows=rows, **values):
-                    found[made.kernel.name] = made.kernel, made.kinds
+                    found[made.kernel.name] = made
             if name == "kv_append":  # which a card launches together with what is before it
                 rope = shaped("rope", length=values["key_length"])
                 for made in card_launches((rope, shaped(name, variant, **values)), 1):
-                    found[made.kernel.name] = made.kernel, made.kinds
+                    found[made.kernel.name] = made
     together = (made for program in TOGETHER for made in card_launches(program, 1))
     widths = WIDTHS_OF_ONE_ROW if lengths else WIDTHS_OF_ONE_ROW[:1]
     normed = _normed(sorted(PACKED) if lengths else OF_ALL_LENGTHS, widths)
     routers = _routers(sorted(UNPACKED) if lengths else [T.F32], widths)
     ready = _ready((128, 64) if lengths else (128,))
+    attention = _in_own_order((128, 64) if lengths else (128,))
     early = _early(sorted(PACKED) if lengths else OF_EARLY)
     others = [(kind,) * 3 for kind in UNTABLED] if lengths else []
     rows = _rows_normed([*OF_QUERIES, *others])
-    for made in (*together, *normed, *routers, *ready, *early, *rows):
-        found[made.kernel.name] = made.kernel, made.kinds
+    for made in (*together, *normed, *routers, *ready, *early, *rows, *attention):
+        found[made.kernel.name] = made
     return found
 
 
@@ -216,8 +226,9 @@ def launches_of(name: str, *, lengths: bool) -> Iterator[tuple[object, dict[str,
 
 def faults(name: str, targets: Sequence[str]) -> list[str]:
     """Compile a kernel for targets; return what is wrong with its code."""
-    kernel, kinds = every_kernel(lengths=True)[name]
-    code = gpu_compile.ptx_code(kernel, kinds)
+    launch = every_kernel(lengths=True)[name]
+    kernel = launch.kernel
+    code = gpu_compile.ptx_code(kernel, launch.kinds)
     found = [f"{name} computes in double precision"] if ".f64" in code else []
     # Without a mode of rounding the linker may join two of them to one, and quotients are near.
     if re.search(r"(add|sub|mul|mad|div)(\.full|\.approx)?(\.ftz)?\.f32", code):
@@ -244,14 +255,21 @@ def test_every_kernel_of_a_card_is_among_them() -> None:
     assert [name for name in NAMES if not any(key.startswith(name) for key in names)] == []
 
 
+def test_kernels_name_the_arguments_that_their_launches_have() -> None:
+    for name, one in every_kernel(lengths=True).items():
+        parameters = [word.lstrip("_") for word in signature(one.kernel.function).parameters]
+        named = ["add" if word == "plus" else word for word in parameters]
+        assert named == list(one.arguments), name
+
+
 @pytest.mark.parametrize("name", sorted(every_kernel()))
 def test_a_kernel_fits_its_registers_on_old_and_new_targets(name: str) -> None:
     assert faults(name, TARGETS) == []
 
 
 def test_a_kernel_that_takes_too_many_registers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, kinds = every_kernel()["quantise"]
-    tight = {"quantise": (kernel._replace(registers=8), kinds)}
+    usual = every_kernel()["quantise"]
+    tight = {"quantise": usual._replace(kernel=usual.kernel._replace(registers=8))}
     monkeypatch.setattr(sys.modules[__name__], "every_kernel", lambda *, lengths: tight)
     (fault,) = faults("quantise", TARGETS[1:2])
     assert "registers of 8" in fault

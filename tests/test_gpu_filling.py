@@ -27,6 +27,7 @@ from strata_nb.kernels.gpu.filling import (
     COMES,
     IN_HOST_MEMORY,
     NOT_POSTED,
+    ROW_BY_CPU,
     ROW_COMES,
 )
 from strata_nb.kernels.gpu.routed import WITH_CPU
@@ -104,8 +105,8 @@ class Layer:
         came = fill_layer(self.plan[0], chosen.ravel().tolist(), after, self.homes, seen)
         assert np.array_equal(self.addresses, after)
         assert np.array_equal(self.seen, seen)
-        blobs = values["blobs"] - np.where(by_cpu, BY_CPU, 0)
-        assert not np.any(blobs & BY_CPU)
+        blobs = values["blobs"] - np.where(by_cpu, BY_CPU, 0) - ROW_BY_CPU * by_cpu.any()
+        assert not np.any(blobs & (BY_CPU | ROW_BY_CPU))
         assert np.all(values["sources"][by_cpu] == NOT_POSTED)
         sources = np.where(by_cpu, BEYOND, values["sources"])
         self.check_words(chosen, came, before, after, blobs, sources)
@@ -183,6 +184,8 @@ def test_a_layer_may_offer_and_list_more_than_a_plan_has_room_for() -> None:
     assert plans["offered"] == MOST_OFFERED
     assert plans["listed"] == MOST_LISTED
     assert np.sort(plans["order"][0])[:MOST_LISTED].tolist() == list(range(MOST_LISTED))
+    write_plans(plans, 2, free, np.ones((1, experts), bool), heat, np.where(heat > 3, np.inf, heat))
+    assert plans["listed"] == 4  # nobody else leaves: a plan that lists none is passed over
 
 
 # -- bringing --------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
-from strata_nb.kernels.gpu.compile import ptx_code
 from strata_nb.kernels.gpu.last_norm import with_last_norms
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.program import Launch, launch
@@ -170,9 +169,3 @@ def test_rows_that_a_block_does_not_hold_are_normed_in_a_launch_of_their_own() -
     for width in (128, 576, 4224):
         product = shaped("linear", T.Q8_0, values=64, outputs=width, add=1)
         assert len(card_launches((product, shaped("rms_norm", parts=1, width=width)), 1)) == 2
-
-
-def test_products_with_norms_compile_without_doubles() -> None:
-    product = shaped("linear", T.Q4_K, values=4096, outputs=2048, add=1)
-    (one,) = card_launches((product, shaped("rms_norm", parts=1, width=2048)), 1)
-    assert ".f64" not in ptx_code(one.kernel, one.kinds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -53,14 +52,3 @@ def test_a_layer_of_several_rows_has_its_norms_and_its_choice_apart(path: Path) 
         "expert_gate_up",
         "expert_down",
     ]
-
-
-@pytest.mark.parametrize("rows", [1, 8])
-def test_kernels_name_the_arguments_that_their_launches_have(path: Path, rows: int) -> None:
-    with opened(path, ctx=64, rows=8) as model:
-        programs = model._programs
-        found = card_launches([*programs.body, *programs.head], rows)
-    for one in found:
-        names = [name.lstrip("_") for name in signature(one.kernel.function).parameters]
-        named = ["add" if name == "plus" else name for name in names]
-        assert named == list(one.arguments), one.label

@@ -19,10 +19,12 @@ from strata_nb import formats
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels import mailbox, pool_state
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
-from strata_nb.kernels.gpu.filling import BY_CPU, IN_HOST_MEMORY
+from strata_nb.kernels.gpu.filling import BY_CPU, IN_HOST_MEMORY, ROW_BY_CPU
+from strata_nb.kernels.gpu.intrinsics import WARP, await_previous, i64, load_i64, thread_index
 from strata_nb.kernels.gpu.last_norm import with_last_norms
+from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.pool_answers import with_answers
-from strata_nb.kernels.gpu.pooled import POST_NS
+from strata_nb.kernels.gpu.pooled import POST_NS, answer_taker
 from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.packing import GROUP_ROWS
 
@@ -46,13 +48,13 @@ class Row:
         parts = ((T.Q8_0, inner, width), (T.Q8_0, inner, width), (T.Q8_0, width, inner))
         self.width, self.inner = width, inner
         self.experts, self.answers = Experts(6, *parts), answers
-        in_host = np.isin(CHOSEN, by_cpu) * (BY_CPU + IN_HOST_MEMORY)
+        marks = np.isin(CHOSEN, by_cpu) * (BY_CPU + IN_HOST_MEMORY) + bool(by_cpu) * ROW_BY_CPU
         self.box = aligned(np.zeros(mailbox.box_bytes(self.width), np.uint8), 4096)
         self.state = aligned(np.zeros(pool_state.WORDS, np.int64))
         self.x = aligned(plain.quantised(normal(1, self.width, seed=1)))
         self.arrays: dict[str, NDArray[Any]] = {
             "rows": aligned(np.array([1, 0])),
-            "blobs": aligned(self.experts.addresses[CHOSEN] + in_host),
+            "blobs": aligned(self.experts.addresses[CHOSEN] + marks),
             "sources": aligned(np.zeros(TOP_K, np.int64)),
             "inner": aligned(np.full((TOP_K, self.inner), UNTOUCHED)),
             "packed": aligned(np.full((TOP_K, row_bytes(self.inner)), 0x7F, np.uint8)),
@@ -158,7 +160,11 @@ def test_a_row_is_what_card_and_cpu_make_of_it_together(
     np.testing.assert_allclose(row.arrays["y"], row.expected(), rtol=2e-5, atol=2e-5)
     assert row.words(mailbox.POSTED)[0] == row.state[pool_state.POSTS // 8] == 1
     assert row.state[pool_state.CHOICES // 8] == len(by_cpu)
+    assert row.state[pool_state.BESIDE // 8] == 0
     assert row.state[pool_state.ERROR // 8] == 0
+    box = int(row.box.ctypes.data)
+    assert box + mailbox.POSTED in row.memory.released
+    assert box + mailbox.ANSWERED in row.memory.acquired
     untouched = np.all(row.arrays["inner"] == UNTOUCHED, axis=1)
     assert np.array_equal(untouched, np.isin(CHOSEN, by_cpu))
     if normed:
@@ -187,19 +193,22 @@ def test_a_card_does_not_wait_for_ever(is_aborted: bool) -> None:
     waited = row.state[pool_state.WAITED_NS // 8]
     assert row.state[pool_state.ERROR // 8] == (2 if is_aborted else 1)
     assert row.words(mailbox.ABORT)[0] == 1
+    assert int(row.box.ctypes.data) + mailbox.ABORT in row.memory.acquired & row.memory.released
     assert waited < 10**9 if is_aborted else 2 * 10**9 < waited < 3 * 10**9
     row.run(launches)  # the next layer neither posts nor waits
     assert row.state[pool_state.WAITED_NS // 8] == waited
     assert row.words(mailbox.POSTED)[0] == 1
 
 
-def test_a_card_says_how_long_it_waited() -> None:
-    row = Row([3])
+def test_a_card_says_how_long_it_waited_and_adds_nothing_before() -> None:
+    row = Row([3], 256, 32)  # so that several warps add the answer
     answer, tick_ns = row.answer, row.memory.tick_ns
+    seen_ns: list[int] = []
 
     def slowly() -> None:
-        posted_at = int(row.state[pool_state.POSTED_AT // 8])
-        if row.memory.clock_ns > posted_at + 100 * tick_ns:
+        if row.words(mailbox.POSTED)[0] == 1:
+            seen_ns.append(row.memory.clock_ns)
+        if seen_ns and row.memory.clock_ns > seen_ns[0] + 100 * tick_ns:
             answer()
 
     row.memory.others = slowly
@@ -208,6 +217,39 @@ def test_a_card_says_how_long_it_waited() -> None:
     assert alone > 0
     assert waited > 50 * tick_ns
     assert 100 * tick_ns < alone + waited < 105 * tick_ns
+    np.testing.assert_allclose(row.arrays["y"], row.expected(), rtol=2e-5, atol=2e-5)
+
+
+def test_a_window_of_no_rows_posts_nothing_and_adds_nothing() -> None:
+    row = Row([3])
+    row.arrays["rows"][0] = 0
+    answer = mailbox.answer_offset(row.width)
+    row.box[answer : answer + 4 * row.width].view(np.float32)[:] = 1  # of an older post
+    row.run(row.launches(pooled=True))
+    assert row.words(mailbox.POSTED)[0] == 0
+    assert same_bits(row.arrays["y"], row.before)
+
+
+@pytest.mark.parametrize("width", [32, 256, 384, 416])
+def test_an_answer_is_added_to_all_of_a_row_and_to_nothing_else(width: int) -> None:
+    """A warp adds 256 values at a time; the last of them may be fewer."""
+    take = answer_taker(width, WARP, 0)
+
+    def add(blobs: int, y: int, box: int, state: int) -> None:
+        await_previous()
+        take(load_i64(blobs), y, box, state, i64(thread_index()))
+
+    blobs, state = aligned(np.array([ROW_BY_CPU])), aligned(np.zeros(pool_state.WORDS, np.int64))
+    y, box = aligned(normal(width, seed=1)), aligned(np.zeros(mailbox.box_bytes(width), np.uint8))
+    answer, before = normal(width, seed=2), y.copy()
+    start = mailbox.answer_offset(width)
+    box[start : start + 4 * width].view(np.float32)[:] = answer
+    arrays = {"blobs": blobs, "y": y, "box": box, "state": state}
+    words = {name: int(array.ctypes.data) for name, array in arrays.items()}
+    kernel = GpuKernel("add_answer", add, WARP, lambda _, __: (1, 1, 1), lambda _: 16)
+    memory = gpu_simulator.Memory([y, state], [blobs, box])
+    simulate(CardLaunch(kernel, "", words, ("address",) * 4), 1, memory)
+    assert same_bits(y, before + answer)
 
 
 def test_who_reads_over_the_link_waits_until_the_message_is_on_its_way() -> None:
@@ -217,5 +259,6 @@ def test_who_reads_over_the_link_waits_until_the_message_is_on_its_way() -> None
     before = row.memory.clock_ns
     row.run([gate_up])
     passed = row.memory.clock_ns - before
+    assert row.state[[pool_state.CHOICES // 8, pool_state.BESIDE // 8]].tolist() == [1, 2]
     assert row.arrays["sources"].tolist() == [0, 0, 1, 0]
     assert POST_NS < passed < 2 * POST_NS  # choice 0 in vain: blocks run one behind the other here

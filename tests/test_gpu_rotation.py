@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from gpu_launches import Run, aligned, check_code
+from gpu_launches import Run, aligned
 from kv_store import Floats, Store, random_heads
 
 from strata_nb.formats import CACHE_TYPES
@@ -141,8 +141,3 @@ def test_heads_of_int8_that_are_not_finite_show_it(gpu: Run, length: int) -> Non
         assert not np.any(values)
     assert np.all(np.isnan(kv.read("v", 0, 3)))
     assert np.array_equal(kv.planes("v", 0, 3)[0], reference.quantise_kv(v[3])[0])
-
-
-@pytest.mark.parametrize("kind", CACHE_TYPES)
-def test_storing_computes_in_single_precision(kind: str) -> None:
-    check_code("kv_append", (kind, kind), key_length=128, value_length=80)

@@ -18,7 +18,7 @@ from strata_nb.cache.accounts import Change
 from strata_nb.cache.kv_layout import BLOCK_CELLS
 from strata_nb.cache.policy import Heat
 from strata_nb.device_model import DeviceModel
-from strata_nb.errors import StrataError
+from strata_nb.errors import ConfigError, StrataError, UnsupportedDevice
 from strata_nb.sampling import Choice, uniform
 from strata_nb.session import Generation, Session
 from strata_nb.steps import Row
@@ -471,6 +471,46 @@ def test_what_a_policy_wants_behind_a_window_that_is_dropped_is_done(small: Path
         before = model._residency.inserted
         engine.describe()
         assert model._residency.inserted > before
+
+
+def test_a_step_is_measured_only_while_it_can_run_again(small: Path) -> None:
+    def check(engine: Engine, error: type[StrataError]) -> None:
+        with pytest.raises(error):
+            engine.profile(1)
+
+    with engine_of(small) as engine:
+        check(engine, ConfigError)
+        session = begun(engine)
+        check(engine, ConfigError)  # several rows
+        session.append(1)
+        session.next_logits()
+        check(engine, UnsupportedDevice)  # which a card is not
+        write(session, 3)
+        check(engine, UnsupportedDevice)
+        generation = session.generate(sampling=Sampling(seed=3), ignore_eos=True)
+        for _ in range(3):
+            next(generation)
+        check(engine, ConfigError)  # the window ahead is dropped
+        write(session, 3)
+        session.rewind(session.position - 2)
+        check(engine, ConfigError)
+        write(session, 3)
+        session.close()
+        check(engine, ConfigError)
+
+
+def test_a_window_in_flight_has_ended_when_its_memory_is_freed(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "open_backend", DrawingBackend)
+    options = Options(small, device=WHOLE, ctx_size=256, prefill=8, threads=1)
+    with Engine.open(options) as engine:
+        device = device_of(engine)
+        generation = begun(engine).generate(sampling=Sampling(seed=3), ignore_eos=True)
+        for _ in range(3):
+            next(generation)
+        assert device._queue
+    assert not device._queue
 
 
 def test_policies_hear_of_the_tokens_that_they_were_not_asked_about(small: Path) -> None:

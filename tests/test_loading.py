@@ -23,7 +23,7 @@ from gguf_bytes import Tensor, build, put, scalar
 from make_model import make_model
 from model_shapes import ModelShape
 
-from strata_nb import host_pages, loading, loading_pieces
+from strata_nb import device_sizes, host_pages, loading, loading_pieces
 from strata_nb.addresses import memory_view
 from strata_nb.backend import HostBackend
 from strata_nb.cache.experts import Filling
@@ -45,11 +45,10 @@ from strata_nb.loading import (
     begin_experts,
     cache_fits,
     check_memory,
-    dense_layout,
-    expert_layout,
     load_dense,
     load_experts,
 )
+from strata_nb.loading_layout import dense_layout, expert_layout
 from strata_nb.loading_pieces import LoadProgress
 from strata_nb.packing import unpack
 from strata_nb.progress import Progress
@@ -560,7 +559,7 @@ def test_a_model_is_laid_out_and_its_slots_are_filled_while_experts_are_read(
     model: Path, profile: Path, system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        loading, "expert_layout", functools.partial(expert_layout, block_bytes=BLOCK_BYTES)
+        device_sizes, "expert_layout", functools.partial(expert_layout, block_bytes=BLOCK_BYTES)
     )
     events: list[str] = []
     prepared, copied = threading.Event(), threading.Event()

@@ -41,6 +41,7 @@ FLAGS = {
     "overlap": "--no-overlap",
     "prefill_borrow": "--no-prefill-borrow",
     "cpu_pool": "--no-cpu-pool",
+    "pin": "--no-pin",
     "pcie_frac": "--pcie-frac",
     "adapt": "--adapt",
     "adapt_every": "--adapt-every",
@@ -94,7 +95,14 @@ REFUSED_OPTIONS: list[tuple[str, Any]] = [
     *(("vram_limit", value) for value in (-1, 0, (1 << 20) - 1, 2**63 + 1, 2.0**30, "12GiB", True)),
     *(
         (name, value)
-        for name in ("deterministic", "vram_elastic", "overlap", "prefill_borrow", "cpu_pool")
+        for name in (
+            "deterministic",
+            "vram_elastic",
+            "overlap",
+            "prefill_borrow",
+            "cpu_pool",
+            "pin",
+        )
         for value in (0, 1, None, "yes")
     ),
     *(("kv_grow", value) for value in (0, 1, "yes")),
@@ -178,6 +186,7 @@ def test_options_leave_every_choice_to_the_engine() -> None:
         "overlap": True,
         "prefill_borrow": True,
         "cpu_pool": True,
+        "pin": True,
         "pcie_frac": "auto",
         "adapt": "insert",
         "adapt_every": None,

@@ -30,6 +30,8 @@ from strata_nb.tracing import Announce
 NOBODY = -1
 NOWHERE = -1
 
+Copy = Callable[[int, int, int, int], object]  # to, from, bytes, stream: as `copy_async` has them
+
 
 class Tier(IntEnum):
     """Say who computes an expert's rows, and from where."""
@@ -79,7 +81,9 @@ class ExpertArena:
         driver: ExecutionDriver,
         stream: int,
         announce: Announce | None = None,
+        copy: Copy | None = None,
     ) -> None:
+        """`copy`: what `copy_from_host` does where the driver cannot read the host arena."""
         if np.any((host.address + host.offsets) % BLOB_ALIGNMENT):
             raise RuleViolation(16, f"the host arena has blobs not aligned to {BLOB_ALIGNMENT}")
         self.layout = layout
@@ -101,6 +105,7 @@ class ExpertArena:
         self._slot_addresses = self.layout.offsets(np.arange(max_slots))
         self._driver = driver
         self._stream = stream
+        self._copy = copy
         self._announce = announce
 
     # For the ledger.
@@ -242,6 +247,10 @@ class ExpertArena:
             slots[coming] = sorted(free)[: len(coming)]  # the lowest slot comes first
         placed = slots != NOWHERE
         return Filling(self, numbers[placed], slots[placed])
+
+    def copy_from_host(self, target: int, source: int, size: int, stream: int) -> None:
+        """Begin to copy from the host arena, with the arguments of the driver's `copy_async`."""
+        (self._copy or self._driver.copy_async)(target, source, size, stream)
 
     def evict(self, layer: int, expert: int) -> int:
         """Let the tables name the host's copy again; returns the slot, which is draining."""
@@ -396,7 +405,7 @@ class ExpertArena:
         self._require_free(slots)
         places = self._where(numbers)
         sources, targets = self._in_place[places], self._base + self.layout.offsets(slots)
-        copy, stream, sizes = self._driver.copy_async, self._stream, self.layout.blob_bytes
+        copy, stream, sizes = self.copy_from_host, self._stream, self.layout.blob_bytes
         of_each = zip(targets.tolist(), sources.tolist(), places[0].tolist(), strict=True)
         for target, source, layer in of_each:
             copy(target, source, sizes[layer], stream)

@@ -19,6 +19,8 @@ Routes = npt.NDArray[np.integer]
 LATEST_ROWS = 32
 LATEST_GROUP = 4
 
+_NOTHING = Moves([], [])
+
 
 class Residency:
     """Move experts in and out of an arena, with a policy for each of its size classes.
@@ -46,6 +48,7 @@ class Residency:
         self.copied_bytes = self._missed_bytes = 0
         self._device_fills = device_fills
         self._came = np.zeros(arena.use.shape, bool)  # since `decide` was asked last
+        self._moved = _NOTHING  # behind a step that it has not heard of
         self._blob_bytes = np.array(layout.blob_bytes, np.int64)
         self._arena = arena
         self._make = make
@@ -79,7 +82,7 @@ class Residency:
         of_windows = np.maximum(used - self._of_batches, 0)
         self._missed_bytes += self._bytes_of_missed(of_windows)
         self._of_batches[:] = 0
-        self._came = np.zeros_like(in_slots)
+        self._came, self._moved = np.zeros_like(in_slots), _NOTHING
         for layers, policy in zip(self._layers, self._policies, strict=True):
             resident, slots = in_slots[layers], self._slots(layers)
             is_full = slots <= np.count_nonzero(resident)
@@ -95,12 +98,17 @@ class Residency:
             inserted += [(int(layers[layer]), expert) for layer, expert in moves.inserted]
         return Moves(evicted, inserted)
 
-    def carry_out(self, moves: Moves) -> None:
+    def carry_out(self, moves: Moves, *, is_late: bool = False) -> None:
         """Move experts as was decided last; all work that read slots has ended.
+
+        is_late   a step has ended since, of which `decide` has not heard: what it missed is what
+                  had no slot before
 
         No answer needs this: where a copy fails, who left has left and nobody came, and a line says
         so, one until copies succeed again. Raises DeviceLost.
         """
+        if is_late:
+            self._moved = moves
         if moves.evicted:
             with interrupts_later():
                 for layer, expert in moves.evicted:
@@ -121,7 +129,7 @@ class Residency:
         arena.reclaim()
         self._counted[:], self._unseen_rows = 0, 0
         self._of_batches[:] = 0
-        self._came[:] = False
+        self._came[:], self._moved = False, _NOTHING
         unranked = np.full(arena.use.shape, -1, np.int32)
         self._policies = [self._make(unranked[layers]) for layers in self._layers]
 
@@ -154,10 +162,13 @@ class Residency:
         return self._missed_bytes + self._bytes_of_missed(unseen)
 
     def _bytes_of_missed(self, used: npt.NDArray[np.int64]) -> int:
-        """Return the bytes of experts that the last step used and missed; nobody left whom it
-        used."""
-        in_slots = self._arena.expert_tier == Tier.SLOT
-        missed = np.where(in_slots & ~self._came, 0, used)
+        """Return the bytes of experts that the last step used and missed; nobody left within it
+        whom it used."""
+        hit = (self._arena.expert_tier == Tier.SLOT) & ~self._came
+        for had_slots, experts in ((True, self._moved.evicted), (False, self._moved.inserted)):
+            for layer, expert in experts:
+                hit[layer, expert] = had_slots
+        missed = np.where(hit, 0, used)
         return int(missed.sum(axis=1) @ self._blob_bytes)
 
     def worth(self) -> Worth:

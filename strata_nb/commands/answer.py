@@ -56,8 +56,15 @@ def reported(
         yield
     finally:
         if figures.prompt_tokens:
-            note(figures.line(engine, session.position))
+            note(figures.line(engine, _cells(session)))
             write_json(stats, figures.stats(engine))
+
+
+def _cells(session: Session) -> int:
+    """Return in how many cells tokens are, or will be when the next one is asked for: all but those
+    of a prompt that was broken off."""
+    unread = session.position - session.read
+    return session.position if unread <= 1 else session.read
 
 
 def read_prompt(

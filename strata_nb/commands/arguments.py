@@ -247,6 +247,7 @@ def options_from(arguments: Arguments, model: str | None = None) -> Options:
             adapt_swaps=arguments.integer("--adapt-swaps"),
             adapt_decay=arguments.real("--adapt-decay"),
             cpu_pool=not arguments.flag("--no-cpu-pool"),
+            pin=not arguments.flag("--no-pin"),
             pcie_frac=pcie_frac,
             expert_profile=arguments.path("--expert-profile"),
             expert_profile_save=arguments.path("--expert-profile-save"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-TILE_ROWS = 64  # choices of a tile, at most
+TILE_ROWS = 64  # choices of a tile, at most, unless a kernel takes larger ones
 _WORD = 8
 _TILE_WORDS = 3
 TILE_BYTES = _WORD * _TILE_WORDS
@@ -30,9 +30,9 @@ class Groups(NamedTuple):
     end: int
 
 
-def most_tiles(choices: int, experts: int) -> int:
-    """Return how many tiles so many choices have at most."""
-    return choices // TILE_ROWS + min(choices, experts)
+def most_tiles(choices: int, experts: int, rows: int = TILE_ROWS) -> int:
+    """Return how many tiles, of so many rows, so many choices have at most."""
+    return choices // rows + min(choices, experts)
 
 
 def groups_at(address: int, choices: int, experts: int) -> Groups:

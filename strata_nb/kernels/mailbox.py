@@ -37,7 +37,13 @@ COUNT = LAYER + 8
 CHOICES = LAYER + 16
 CHOICE_BYTES = 16
 SHARE = 8  # of a choice
-ROW = 12 * LINE  # the first line behind the choices
+
+
+def _lines(size: int) -> int:
+    return -(-size // LINE) * LINE
+
+
+ROW = _lines(CHOICES + MOST_CHOICES * CHOICE_BYTES)  # the first line behind the choices
 
 
 def answer_offset(width: int) -> int:
@@ -48,7 +54,3 @@ def answer_offset(width: int) -> int:
 def box_bytes(width: int) -> int:
     """Return the bytes of the whole block; it begins at a multiple of LINE."""
     return answer_offset(width) + _lines(4 * width)
-
-
-def _lines(size: int) -> int:
-    return -(-size // LINE) * LINE

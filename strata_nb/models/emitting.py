@@ -43,7 +43,7 @@ class Activation(NamedTuple):
 class Emitter:
     """Collect the launches of a model.
 
-    packed_row_bytes   bytes of a quantised row of so many values, on this backend
+    packed_row_bytes   bytes of a buffer for a quantised row of so many values, on this backend
     chooses_tokens     whether this backend draws tokens
     attends_in_runs    whether its attention needs work space for runs of cells
     gathers_rows       whether rows are brought into the order of experts, or read where they are

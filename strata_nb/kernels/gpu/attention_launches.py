@@ -5,32 +5,39 @@
     attention (, quantise of its result)           attention by runs, combine
     attention of many rows                         attention
 
-The results have the bits that the kernels of the table give one by one; only what nothing reads
-behind them is not written: keys that are normalised and not yet rotated.
+The results have the bits that the kernels of the table give one by one, but those of attention of
+many rows where they need not (`attention_batches.py`, `attention_warpgroups.py`). Only what nothing
+reads behind them is not written: keys that are normalised and not yet rotated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from strata_nb.kernels.gpu.attention_batches import batch_attention_kernel, batch_blocks
 from strata_nb.kernels.gpu.attention_tiles import (
     blocks_for,
     maxima_bytes,
     takes,
     tiles_attention_kernel,
 )
+from strata_nb.kernels.gpu.attention_warpgroups import warpgroup_attention_kernel
 from strata_nb.kernels.gpu.batches import WINDOW_ROWS
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.combining import ARGUMENTS as COMBINE
 from strata_nb.kernels.gpu.combining import combine_kernel
 from strata_nb.kernels.gpu.functions import arguments_of
+from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.preparing import ARGUMENTS as PREPARE
 from strata_nb.kernels.gpu.preparing import normed_by_a_warp, prepare_kernel
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.runs import work_bytes
 
+SOME_BLOCKS = 64  # of threads: half of a large card's multiprocessors are busy
 MANY_BLOCKS = 256  # of threads: two for each multiprocessor of a large card
+
+Own = Callable[[int, int], GpuKernel]
 
 
 class Fused(NamedTuple):
@@ -40,21 +47,29 @@ class Fused(NamedTuple):
     taken: int
 
 
-def with_runs(program: Sequence[Launch], rows: int) -> Iterator[Launch | CardLaunch]:
-    """Yield launches of so many rows, with those of each layer's attention as a card has them."""
+def with_runs(
+    program: Sequence[Launch], rows: int, *, same_bits: bool = True, warpgroups: bool = False
+) -> Iterator[Launch | CardLaunch]:
+    """Yield launches of so many rows, with those of each layer's attention as a card has them.
+
+    same_bits    whether a row has the bits of a window however many there are
+    warpgroups   whether the card has their products
+    """
+    fast = warpgroup_attention_kernel if warpgroups else batch_attention_kernel
+    own = None if same_bits else fast
     number = 0
     while number < len(program):
-        fused = _fused(program, number, rows)
+        fused = _fused(program, number, rows, own)
         yield from fused.made if fused else program[number : number + 1]
         number += fused.taken if fused else 1
 
 
-def _fused(program: Sequence[Launch], start: int, rows: int) -> Fused | None:
+def _fused(program: Sequence[Launch], start: int, rows: int, own: Own | None) -> Fused | None:
     """Return what a card launches for the launches from `start` on, None if they are no part of
     attention that is launched otherwise."""
     first = program[start]
     if first.kernel == "attention":
-        return _attention(program, start, rows)
+        return _attention(program, start, rows, own)
     for normed in (True, False):
         names = ("rms_norm", "rms_norm", "rope", "kv_append")[0 if normed else 2 :]
         found = program[start : start + len(names)]
@@ -65,12 +80,18 @@ def _fused(program: Sequence[Launch], start: int, rows: int) -> Fused | None:
     return None
 
 
-def _attention(program: Sequence[Launch], start: int, rows: int) -> Fused:
+def _attention(program: Sequence[Launch], start: int, rows: int, own: Own | None) -> Fused:
+    """Return what a card launches for attention.
+
+    own   makes the kernel of many rows whose bits need not be those of a window, of both lengths
+    """
     one = program[start]
     given = arguments_of(one)
     attention = card_launch(one)
     lengths = given["key_length"], given["value_length"]
     if rows > WINDOW_ROWS and one.variant == ("f16", "f16") and takes(*lengths):
+        if own is not None and batch_blocks(rows, given) >= SOME_BLOCKS:
+            return Fused([attention._replace(kernel=own(*lengths))], 1)
         is_whole = _fills_a_card(rows, given)
         kernel = tiles_attention_kernel(*lengths, is_whole=is_whole)
         attention = attention._replace(kernel=kernel)

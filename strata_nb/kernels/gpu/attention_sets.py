@@ -87,7 +87,7 @@ def turn_of_values(row: Any) -> Any:
     return row & 6
 
 
-def _is_no_number(word: Any) -> Any:
+def is_no_number(word: Any) -> Any:
     """Return whether one of the halves of a word is infinite or NaN."""
     lower, upper = word & _HALF_EXPONENT, word & (_HALF_EXPONENT << 16)
     return lower == _HALF_EXPONENT or upper == _HALF_EXPONENT << 16
@@ -114,7 +114,7 @@ def sifter(length: int, threads: int, flags: int) -> Function:
             if cell > lowest:
                 at = place + pitch * row + 16 * ((one - units * row) ^ turn_of_values(row))
                 a, b, c, d = shared_load_4xi32(at)
-                if _is_no_number(a) or _is_no_number(b) or _is_no_number(c) or _is_no_number(d):
+                if is_no_number(a) or is_no_number(b) or is_no_number(c) or is_no_number(d):
                     nothing = i32(0)
                     shared_store_4xi32(at, nothing, nothing, nothing, nothing)
                     if cell <= last:

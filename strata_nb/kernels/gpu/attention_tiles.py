@@ -56,6 +56,7 @@ from strata_nb.kernels.gpu.attention_sets import (
     turn_of_keys,
     turn_of_values,
 )
+from strata_nb.kernels.gpu.attention_spans import MOST_CELLS, span_of
 from strata_nb.kernels.gpu.exponential import exp
 from strata_nb.kernels.gpu.halves import power_below
 from strata_nb.kernels.gpu.intrinsics import (
@@ -99,7 +100,6 @@ _RUN_SHIFT = RUN_CELLS.bit_length() - 1
 _MINUS_INFINITY, _NAN = float("-inf"), float("nan")
 _REGISTERS = 255
 _SPILLS = 1024  # on old targets: queries that wait for the last chunk, what a run needs at its ends
-_MOST_CELLS = 1 << 30
 
 
 def takes(key_length: int, value_length: int) -> bool:
@@ -148,26 +148,9 @@ def tiles_attention_kernel(
     store_run, mix_run = store_of_run(value_pieces), mixer_of_runs(value_pieces)
     divide = quotient(value_pieces)
 
-    def span_of(sequences: int, positions: int, begin: int, stop: int, lane: int) -> Any:
-        """Return the end of the rows from `begin` on that are of one sequence, the last cell that
-        one of them sees, and the last that all see."""
-        sequence = load_i64(sequences + 8 * begin)
-        row, end = begin + lane, stop
-        while row < end:
-            if load_i64(sequences + 8 * row) != sequence:
-                end = row
-            row += WARP
-        end = -i64(warp_max_i32(i32(-end)))
-        row, last, lowest = begin + lane, i64(-1), i64(_MOST_CELLS)
-        while row < end:
-            position = load_i64(positions + 8 * row)
-            last, lowest = max(last, position), min(lowest, position)
-            row += WARP
-        return end, warp_max_i32(i32(last)), i32(-warp_max_i32(i32(-lowest)))
-
     def clear(thread: int) -> None:
         while thread < SET:
-            shared_store_i32(ring_bytes + 4 * thread, i32(_MOST_CELLS))
+            shared_store_i32(ring_bytes + 4 * thread, i32(MOST_CELLS))
             thread += threads
 
     def first_noted(lane: int) -> Any:

@@ -16,7 +16,7 @@ Experts of floats have no other kernels here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from strata_nb.formats import TensorType
@@ -28,13 +28,22 @@ from strata_nb.kernels.gpu.batch_products import (
     batch_up_kernel,
 )
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
-from strata_nb.kernels.gpu.experts import PARTS, parts_of_down
+from strata_nb.kernels.gpu.expert_down import parts_of_down
+from strata_nb.kernels.gpu.expert_gate_up import PARTS
 from strata_nb.kernels.gpu.floats import EIGHT
 from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.gathering import sum_kernel
 from strata_nb.kernels.gpu.grouping import count_kernel, group_kernel
 from strata_nb.kernels.gpu.one_row import warps_of
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED, card_kernel
+from strata_nb.kernels.gpu.warpgroup_launches import (
+    FEWEST_ROWS,
+    WARPGROUP_KERNELS,
+    halves_at,
+    rows_of_block,
+    rows_of_tile,
+    takes,
+)
 from strata_nb.kernels.groups import groups_at
 from strata_nb.kernels.program import Launch
 from strata_nb.packing import PACKED, UNPACKED
@@ -66,25 +75,41 @@ BATCH_KERNELS = {
     ),
 }
 
+OF_BATCHES = BATCH_KERNELS | WARPGROUP_KERNELS
+
 
 def with_batches(
-    program: Sequence[Launch | CardLaunch], rows: int
+    program: Sequence[Launch | CardLaunch], rows: int, *, warpgroups: bool = False
 ) -> Iterator[Launch | CardLaunch]:
-    """Yield launches, with products by packed weights as a card has them for so many rows."""
-    number = 0
+    """Yield launches, with products by packed weights as a card has them for so many rows.
+
+    warpgroups   whether it has them, and bits may be others than those of windows
+    """
+    number, halved = 0, 0  # the address of rows that are there as halves
     while number < len(program):
         one = program[number]
         layer = [one for one in program[number : number + len(FUSED)] if isinstance(one, Launch)]
         if isinstance(one, Launch) and one.kernel == "linear" and one.variant in PACKED:
             given = arguments_of(one)
-            words = given | {"parts": warps_of(given["values"])}
-            yield BATCH_KERNELS["batch_linear"].part(words, one.variant, one.label)
-        elif isinstance(one, Launch) and one.kernel == "linear" and one.variant in UNPACKED:
+            if warpgroups and takes(given["values"]) and rows >= FEWEST_ROWS:
+                halves = halves_at(given["x"], rows, given["values"])
+                if halved != halves:
+                    yield _part("warpgroup_halves", one.label, given | {"halves": halves})
+                halved = halves
+                variant = one.variant, rows_of_block(rows, given["outputs"])
+                yield _part("warpgroup_linear", one.label, given | {"x": halves}, variant)
+            else:
+                words = given | {"parts": warps_of(given["values"])}
+                yield _part("batch_linear", one.label, words, one.variant)
+            number += 1
+            continue
+        halved = 0
+        if isinstance(one, Launch) and one.kernel == "linear" and one.variant in UNPACKED:
             kind, values = TensorType(one.variant), arguments_of(one)["values"]
             made = card_launch(one)
             yield made if values % EIGHT else made._replace(kernel=batch_float_kernel(kind, values))
         elif tuple(part.kernel for part in layer) == FUSED and _is_packed(*layer[-2:]):
-            yield from _routed(rows, *layer)
+            yield from _routed(rows, *layer, warpgroups=warpgroups)
             number += len(FUSED) - 1
         else:
             yield one
@@ -101,33 +126,49 @@ def _pair(gate_up: Launch) -> tuple[TensorType, TensorType]:
     return TensorType(pair[0]), TensorType(pair[1])
 
 
-def _routed(
-    rows: int, router: Launch, group: Launch, gather: Launch, gate_up: Launch, down: Launch
-) -> Iterator[CardLaunch]:
-    def part(name: str, label: str, given: dict[str, int], variant: object = None) -> CardLaunch:
-        return (CARD_KERNELS | BATCH_KERNELS)[name].part(given, variant, label)
+def _part(name: str, label: str, given: Mapping[str, int], variant: object = None) -> CardLaunch:
+    return (CARD_KERNELS | OF_BATCHES)[name].part(given, variant, label)
 
+
+def _routed(
+    rows: int,
+    router: Launch,
+    group: Launch,
+    gather: Launch,
+    gate_up: Launch,
+    down: Launch,
+    *,
+    warpgroups: bool,
+) -> Iterator[CardLaunch]:
     given = arguments_of(router) | arguments_of(group) | arguments_of(gather)
     places = groups_at(given["gathered"], rows * given["top_k"], given["experts"])
     given |= places._asdict()
     # Nobody comes to a slot in a batch, so that blobs are written and not looked at.
-    yield part("route", router.label, {**arguments_of(gate_up), **given, "blobs": given["places"]})
-    yield part("batch_count", group.label, given)
-    yield part("batch_group", group.label, given)
-
+    yield _part("route", router.label, {**arguments_of(gate_up), **given, "blobs": given["places"]})
+    yield _part("batch_count", group.label, given)
     members = {"targets": given["members"]}
     inner = given | arguments_of(gate_up) | members
-    gate, up = _pair(gate_up)
-    words = {**inner, "y": inner["inner"], "offset": inner["gate_offset"], "parts": PARTS}
-    yield part("batch_expert", gate_up.label, words, gate)
-    words = {**inner, "offset": inner["up_offset"], "parts": PARTS}
-    yield part("batch_up", gate_up.label, words, up)
-
     outer = given | arguments_of(down) | members
-    words = {"sources": given["members"], "x": outer["inner"], "y": outer["products"]}
-    words |= {
-        "offset": outer["down_offset"],
-        "parts": parts_of_down(outer["top_k"], outer["values"]),
-    }
-    yield part("batch_expert", down.label, outer | words, down.variant)
-    yield part("batch_sum", down.label, outer)
+    gate, up = _pair(gate_up)
+    products = {"sources": given["members"], "y": outer["products"], "offset": outer["down_offset"]}
+    of_tile = rows_of_tile(rows, given["top_k"], given["experts"])
+    both = takes(inner["values"]) and takes(outer["values"]) and gate == up
+    if warpgroups and both and of_tile:
+        halves = halves_at(inner["x"], rows, inner["values"])
+        yield _part("warpgroup_halves", gate_up.label, inner | {"halves": halves})
+        yield _part("warpgroup_group", group.label, given, of_tile)
+        yield _part("warpgroup_gate_up", gate_up.label, inner | {"x": halves}, (gate, of_tile))
+        variant = TensorType(down.variant), of_tile  # type: ignore[arg-type]
+        products |= {"x": inner["inner"]}
+        yield _part("warpgroup_expert", down.label, outer | products, variant)
+        yield _part("batch_sum", down.label, outer)
+        return
+    yield _part("batch_group", group.label, given)
+    words = {**inner, "y": inner["inner"], "offset": inner["gate_offset"], "parts": PARTS}
+    yield _part("batch_expert", gate_up.label, words, gate)
+    words = {**inner, "offset": inner["up_offset"], "parts": PARTS}
+    yield _part("batch_up", gate_up.label, words, up)
+
+    products |= {"x": outer["inner"], "parts": parts_of_down(outer["top_k"], outer["values"])}
+    yield _part("batch_expert", down.label, outer | products, down.variant)
+    yield _part("batch_sum", down.label, outer)

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.gpu.binding import Binder
 from strata_nb.kernels.gpu.intrinsics.intrinsic import SINCE, UNTIL, Intrinsic, llvm_type
+from strata_nb.kernels.gpu.intrinsics.memory import SHARED_NAME
 from strata_nb.kernels.gpu.intrinsics.ordering import AWAIT_PREVIOUS
+from strata_nb.kernels.gpu.intrinsics.warpgroups import ACCELERATED, BOUNDARY
 from strata_nb.kernels.gpu.operations import GpuKernel
 
 Function = Callable[..., Any]
@@ -30,6 +32,7 @@ _NEWER = "a newer toolkit: pip install -U 'strata-nb[cuda]'"
 OLDEST = (7, 5)  # what PTX is made for
 _REGISTERS = 65_536  # of a multiprocessor, which its blocks share, on every card
 _SPARING = 80  # the first target that keeps to the registers that a kernel asks for
+_SERIALISED = "instructions are serialized"  # of the linker, of products of warpgroups
 _WORDS = {"address": "int64", "integer": "int64", "float": "float32"}
 
 
@@ -94,7 +97,7 @@ def link(ptx: str, target: str) -> Cubin:
     """Return the cubin of PTX for a target such as "sm_90"; works without a card."""
     bindings = _numba().nvjitlink
     (entry,) = re.findall(r"\.entry\s+(\w+)\s*\(", ptx)
-    ptx = _for_target(ptx, int(target.removeprefix("sm_")))
+    ptx, target = _for_target(ptx, target)
     try:
         handle = bindings.create(3, [f"-arch={target}", "-verbose", "-O3"])
     except bindings.nvJitLinkError as error:
@@ -116,18 +119,22 @@ def link(ptx: str, target: str) -> Cubin:
         log = _log(bindings, handle, "info")
     finally:
         bindings.destroy(handle)
+    if _SERIALISED in log:
+        raise AssertionError(f"products of {entry} do not go on beside other instructions: {log}")
     # Two forms of the report are in use, of which one counts all local memory of a thread.
     registers = int(_number(r"[Uu]sed (\d+) registers", log))
     spills = int(_number(r"(\d+) bytes (?:spill stores|lmem)", log))
     return Cubin(entry, bytes(image), registers, spills)
 
 
-def _for_target(ptx: str, target: int) -> str:
-    """Return PTX with the instructions that a target has and the oldest has not.
+def _for_target(ptx: str, name: str) -> tuple[str, str]:
+    """Return PTX with the instructions that a target has and the oldest has not, and how the linker
+    calls the target for it.
 
     The oldest targets need more registers for the same code; there a kernel takes as many as a
     block may have, and fewer blocks run beside each other.
     """
+    target = int(name.removeprefix("sm_"))
     if target < _SPARING:
         ptx = re.sub(r"^\.minnctapersm.*\n", "", ptx, flags=re.MULTILINE)
     for until in {int(one) for one in re.findall(UNTIL.format(r"(\d+)"), ptx)}:
@@ -137,8 +144,12 @@ def _for_target(ptx: str, target: int) -> str:
     usable = [since for since in found if since <= target]
     for since in usable:
         ptx = ptx.replace(SINCE.format(since), "")
-    oldest = "".join(map(str, OLDEST))
-    return ptx.replace(f".target sm_{oldest}", f".target sm_{max(usable)}") if usable else ptx
+    named = f".target sm_{''.join(map(str, OLDEST))}"
+    if ACCELERATED in ptx:
+        # Matrices of these instructions begin where nothing else in shared memory has to.
+        ptx = re.sub(rf"(\.shared \.align) \d+( \.b8 {SHARED_NAME})", rf"\1 {BOUNDARY}\2", ptx)
+        return ptx.replace(named, f".target {name}a"), f"{name}a"
+    return ptx.replace(named, f".target sm_{max(usable)}") if usable else ptx, name
 
 
 def _number(pattern: str, log: str) -> str:

@@ -5,23 +5,36 @@ A folder stands for everything that can change the code, as with the host's kern
 toolkit. A file in it is one kernel for one target: a line of JSON, and the cubin. Files appear
 whole, under their names: of programs that start at once each may compile, and either result is
 right.
+
+Where many are missing, other processes compile some of them. What they are to compile is sent by
+value, closures and all: functions that others return have no name by which a process finds them.
+Run as a module, this is one of those processes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from strata_nb.compiling import cache_home, kept_folder, not_kept
+from numba import cloudpickle
+
+from strata_nb.compiling import cache_home, garbage_later, kept_folder, not_kept, saving
+from strata_nb.compiling_processes import compile_together, processes_for, serve
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.gpu.compile import OLDEST, Cubin, cubin_of, toolkit_versions
-from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.gpu.operations import Arguments, GpuKernel, Grid
 from strata_nb.progress import Progress, Say
 from strata_nb.whole_files import whole_file
 
+_MODULE = "strata_nb.kernels.gpu.cubins"
+_MOST_PROCESSES = 16  # the longest kernel takes a tenth of the time of all
+# What takes longest comes first, so that no process is left with it at the end. Beginnings of
+# names.
+_LONGEST = ("attention_tiles", "warpgroup_", "attention_", "batch_", "router_", "expert_")
 _PACKAGE = Path(__file__).parents[2]
 # Folders and files of the package that kernels are made of.
 _SOURCES = ("kernels", "quants", "packing.py", "formats.py")
@@ -51,35 +64,77 @@ class Cubins:
     ) -> Mapping[str, Cubin]:
         """Return machine code by names of kernels; each is given with the kinds of its arguments.
 
-        `progress` is told of (kernels done, in all), `say` once if there is something to compile.
-        ConfigError where it cannot be kept on disk.
+        Where many are missing, several processes compile them. `progress` is told of (kernels done,
+        in all), `say` once if there is something to compile. ConfigError where it cannot be kept on
+        disk.
         """
-        found: dict[str, Cubin] = {}
-        missing = []
-        for kernel, kinds in wanted:
-            kept = self._read(kernel.name)
-            if kept is None:
-                missing.append((kernel, kinds))
-            else:
-                found[kernel.name] = kept
+        every = {kernel.name: _Kernel(kernel, kinds, self.target) for kernel, kinds in wanted}
+        missing = [one for one in every.values() if not one.is_on_disk()]
         if missing:
-            say(f"compiling {len(missing)} kernels for {self.target}, which is kept for later")
-        for done, (kernel, kinds) in enumerate(missing):
-            if progress is not None:
-                progress(done, len(missing))
-            found[kernel.name] = cubin_of(kernel, kinds, self.target)
-            self._write(kernel.name, found[kernel.name])
-        if missing and progress is not None:
-            progress(len(missing), len(missing))
-        return found
+            self._compile(sorted(missing, key=_rank), progress, say)
+        return {name: one.made() for name, one in every.items()}
 
-    def _path(self, name: str) -> Path:
-        return _folder() / f"{name}-{self.target}.cubin"
+    def _compile(self, missing: Sequence[_Kernel], progress: Progress | None, say: Say) -> None:
+        processes = processes_for(len(missing), _MOST_PROCESSES)
+        together = f" in {processes} processes" if processes > 1 else ""
+        kernels = "1 kernel" if len(missing) == 1 else f"{len(missing)} kernels"
+        say(f"compiling {kernels} for {self.target}{together}, which is kept for later")
+        request = [one.parts for one in missing] if processes > 1 else []
+        compile_together(
+            missing,
+            processes,
+            _MODULE,
+            cloudpickle.dumps(request),
+            _folder(),
+            progress=progress,
+            say=say,
+        )
 
-    def _read(self, name: str) -> Cubin | None:
-        """Return a kernel from disk; None where there is none, or the file is damaged."""
+
+class _Kernel:
+    """A kernel whose machine code is on disk, or is compiled when it is asked for.
+
+    name    of its file
+    parts   what `_of_request` makes the same of: neither a grid nor anything else of its launches
+    """
+
+    def __init__(self, kernel: GpuKernel, kinds: Sequence[str], target: str) -> None:
+        self.name = f"{kernel.name}-{target}"
+        self.parts = *kernel[:3], kernel.registers, tuple(kinds), target
+        self._kernel, self._kinds, self._target = kernel, kinds, target
+        self._made: Cubin | None = None
+
+    def is_on_disk(self) -> bool:
+        self._made = self._made or self._read()
+        return self._made is not None
+
+    def made(self) -> Cubin:
+        """Return the machine code; ConfigError where it cannot be kept on disk."""
+        if self._made is None:
+            self._made = self._read() or self._compiled()
+        return self._made
+
+    def _compiled(self) -> Cubin:
+        with garbage_later():
+            made = cubin_of(self._kernel, self._kinds, self._target)
+        facts = made._asdict()
+        image = facts.pop("image")
+        facts["sha256"] = hashlib.sha256(image).hexdigest()
         try:
-            head, _, image = self._path(name).read_bytes().partition(b"\n")
+            with saving, whole_file(self._path) as file:
+                file.write(json.dumps(facts).encode() + b"\n" + image)
+        except OSError as error:
+            raise not_kept(error) from error
+        return made
+
+    @property
+    def _path(self) -> Path:
+        return _folder() / f"{self.name}.cubin"
+
+    def _read(self) -> Cubin | None:
+        """Return what is on disk; None where there is nothing, or the file is damaged."""
+        try:
+            head, _, image = self._path.read_bytes().partition(b"\n")
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -92,15 +147,22 @@ class Cubins:
             return None
         return whole if hashlib.sha256(image).hexdigest() == digest else None
 
-    def _write(self, name: str, made: Cubin) -> None:
-        facts = made._asdict()
-        image = facts.pop("image")
-        facts["sha256"] = hashlib.sha256(image).hexdigest()
-        try:
-            with whole_file(self._path(name)) as file:
-                file.write(json.dumps(facts).encode() + b"\n" + image)
-        except OSError as error:
-            raise not_kept(error) from error
+
+def _rank(kernel: _Kernel) -> int:
+    for rank, beginning in enumerate(_LONGEST):
+        if kernel.name.startswith(beginning):
+            return rank
+    return len(_LONGEST)
+
+
+def _of_request(request: bytes) -> Iterator[_Kernel]:
+    for name, function, threads, registers, kinds, target in pickle.loads(request):
+        kernel = GpuKernel(name, function, threads, _no_grid, registers=registers)
+        yield _Kernel(kernel, kinds, target)
+
+
+def _no_grid(_: Arguments, __: int) -> Grid:
+    raise AssertionError("this process launches nothing")
 
 
 @cache
@@ -121,3 +183,7 @@ def _ingredients() -> Iterator[bytes]:
             if place.parts[:2] != ("kernels", "host"):
                 yield place.as_posix().encode()
                 yield source.read_bytes()
+
+
+if __name__ == "__main__":
+    serve(_of_request, _folder)

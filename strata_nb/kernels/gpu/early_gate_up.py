@@ -5,7 +5,7 @@ the router does behind them it needs nothing. So it asks for its weights when th
 block begins to choose, and waits for that launch between the first tiles and the second, because
 others rely on it.
 
-The products are those of `experts.py`, in the same order, and so are the bits.
+The products are those of `expert_gate_up.py`, in the same order, and so are the bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.binding import with_loads, with_shared
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.early_choice import early_choice, may_choose_early
-from strata_nb.kernels.gpu.experts import (
+from strata_nb.kernels.gpu.expert_gate_up import (
     GATE_UP_THREADS,
     GROUPS,
     LARGE,
@@ -27,10 +27,9 @@ from strata_nb.kernels.gpu.experts import (
     WIDE,
     finish_gate_up,
     gate_up_grid,
-    in_sixteens,
-    reads_of,
     sum_of_parts,
 )
+from strata_nb.kernels.gpu.experts import in_sixteens, reads_of
 from strata_nb.kernels.gpu.filling import ADDRESS, COMES, bringer
 from strata_nb.kernels.gpu.held_rows import may_norm, row_norm, write_four
 from strata_nb.kernels.gpu.intrinsics import (

@@ -19,7 +19,7 @@ used in this window, so nobody reads its slot while it is written; and the windo
 ended, because of three launches in a row the first has ended before the third begins.
 
     blobs     int64 (rows, top_k): besides the address, COMES where the blob is brought first, and
-              ROW_COMES where that of any choice of the row is
+              ROW_COMES where that of any choice of the row is; ROW_BY_CPU likewise
     sources   int64 (rows, top_k): where a blob that comes is brought from; else not written
 
 Of a single row some of the missed may be computed by the CPU instead (`pooled.py`): BY_CPU. In
@@ -68,7 +68,7 @@ from strata_nb.kernels.gpu.intrinsics import (
 from strata_nb.kernels.gpu.operations import Function, GpuKernel, blocks_of
 
 # Added to the address of a blob, which is a multiple of 256.
-IN_HOST_MEMORY, COMES, ROW_COMES, BY_CPU = 1, 2, 4, 8
+IN_HOST_MEMORY, COMES, ROW_COMES, BY_CPU, ROW_BY_CPU = 1, 2, 4, 8, 16
 NOT_POSTED = 0
 ADDRESS = -256  # of a word of `blobs`: those bits that are the address
 

@@ -181,7 +181,7 @@ def _iq2_xxs() -> Decoder:
         scale = _half_steps(f32_of_half(d), i32(codes >> 28 & 15), f32(0.25))
         return *quants, scale, scale, f32(0.0), f32(0.0)
 
-    return Decoder(read, unpack=unpack, table=_IQ2_XXS)
+    return Decoder(read, unpack, table=_IQ2_XXS)
 
 
 def _iq2_xs() -> Decoder:
@@ -201,7 +201,7 @@ def _iq2_xs() -> Decoder:
         signs = _signs_of(i32(odd_bytes(first, second) >> 1 & 0x7F7F7F7F))
         return *_points_of_eight(offsets, signs, table), *_two_steps(scale, steps)
 
-    return Decoder(read, halves=True, unpack=unpack, table=_IQ2_XS)
+    return Decoder(read, unpack, halves=True, table=_IQ2_XS)
 
 
 def _iq2_s() -> Decoder:
@@ -229,7 +229,7 @@ def _iq2_s() -> Decoder:
         quants = _points_of_eight((*_offsets(first), *_offsets(second)), signs, table)
         return *quants, *_two_steps(scale, steps)
 
-    return Decoder(read, halves=True, unpack=unpack, table=_IQ2_S)
+    return Decoder(read, unpack, halves=True, table=_IQ2_S)
 
 
 # -- IQ3 -------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def _iq3_xxs() -> Decoder:
             f32(0.0),
         )
 
-    return Decoder(read, unpack=unpack, table=_IQ3_XXS)
+    return Decoder(read, unpack, table=_IQ3_XXS)
 
 
 def _odd(place: int, signs: int) -> Any:
@@ -326,7 +326,7 @@ def _iq3_s() -> Decoder:
         scale = f32_of_half(d) * f32_of_i32(i32(2 * (steps & 15) + 1))
         return *quants, scale, scale, f32(0.0), f32(0.0)
 
-    return Decoder(read, unpack=unpack, table=IQ3_S_POINTS)
+    return Decoder(read, unpack, table=IQ3_S_POINTS)
 
 
 # -- IQ1 -------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def _iq1_s() -> Decoder:
         scale = _odd_eighths(f32_of_half(d), word >> 12 & 7)
         return q0, q1, q2, q3, q4, q5, q6, q7, scale, scale, f32(0.0), f32(0.0)
 
-    return Decoder(read, unpack=unpack)
+    return Decoder(read, unpack)
 
 
 def _iq1_m() -> Decoder:
@@ -397,7 +397,7 @@ def _iq1_m() -> Decoder:
         low, high = _odd_eighths(d, steps & 7), _odd_eighths(d, steps >> 3 & 7)
         return q0, q1, q2, q3, q4, q5, q6, q7, low, high, f32(0.0), f32(0.0)
 
-    return Decoder(read, halves=True, unpack=unpack)
+    return Decoder(read, unpack, halves=True)
 
 
 DECODERS: dict[TensorType, Decoder] = {

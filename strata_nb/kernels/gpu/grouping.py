@@ -30,7 +30,6 @@ from strata_nb.kernels.groups import TILE_BYTES, TILE_ROWS
 
 _THREADS = 256
 _WARPS = _THREADS // WARP
-_SHIFT = TILE_ROWS.bit_length() - 1
 
 # Shared memory: sums of each warp, of three kinds; how many choices each thread found.
 _KIND = 4 * _WARPS
@@ -98,11 +97,13 @@ def count_kernel() -> GpuKernel:
 
 
 @cache
-def group_kernel(top_k: int) -> GpuKernel:
-    """Return `group` for so many choices of a row, grid (experts).
+def group_kernel(top_k: int, tile_rows: int = TILE_ROWS) -> GpuKernel:
+    """Return `group` for so many choices of a row and of a tile, grid (experts).
 
-    Its arguments are rows, chosen, counts, members, sources, tiles, experts and top_k.
+    Its arguments are rows, chosen, counts, members, sources, tiles, experts and top_k. A tile's
+    choices are a power of two, `TILE_ROWS` at least.
     """
+    shift = tile_rows.bit_length() - 1
 
     def group(
         rows: int,
@@ -121,7 +122,7 @@ def group_kernel(top_k: int) -> GpuKernel:
         while other < expert:
             count = load_i64(counts + 8 * other)
             before += count
-            tiles_before += count + TILE_ROWS - 1 >> _SHIFT
+            tiles_before += count + tile_rows - 1 >> shift
             other += _THREADS
         # A thread has a run of choices.
         each = choices + _THREADS - 1 >> 8
@@ -154,17 +155,21 @@ def group_kernel(top_k: int) -> GpuKernel:
                     found -= 1
                 number += 1
                 choice += 1
-        own_tiles = count + TILE_ROWS - 1 >> _SHIFT
+        own_tiles = count + tile_rows - 1 >> shift
         tile = thread
         while tile < own_tiles:
             record = tiles + 8 + TILE_BYTES * (first_tile + tile)
             store_i64(record, expert)
-            store_i64(record + 8, start + TILE_ROWS * tile)
-            store_i64(record + 16, min(count - TILE_ROWS * tile, TILE_ROWS))
+            store_i64(record + 8, start + tile_rows * tile)
+            store_i64(record + 16, min(count - tile_rows * tile, tile_rows))
             tile += _THREADS
         if expert == experts - 1 and thread == 0:
             store_i64(tiles, first_tile + own_tiles)
 
     return GpuKernel(
-        f"batch_group_{top_k}", group, _THREADS, _grid, lambda _: _FOUND + 4 * _THREADS
+        f"batch_group_{top_k}_{tile_rows}",
+        group,
+        _THREADS,
+        _grid,
+        lambda _: _FOUND + 4 * _THREADS,
     )

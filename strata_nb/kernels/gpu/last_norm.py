@@ -170,6 +170,7 @@ def _with_norm(
         norm_eps: Any,
     ) -> None:
         here, thread = begin(rows, norm_weight), i64(thread_index())
+        marks = load_i64(blobs)  # `route` was two launches ago
         product(
             rows,
             blobs,
@@ -186,7 +187,7 @@ def _with_norm(
             idle,
         )
         if is_last(rows + ARRIVED, norm_blocks, thread, place) and here > 0:
-            take(blobs, top_k, y, box, state, thread)
+            take(marks, y, box, state, thread)
             barrier()
             values_here = norm(y, fetch(norm_weight, thread), thread, norm_eps, sums)
             each(values_here, thread, norm_out, norm_packed)

@@ -39,15 +39,24 @@ from strata_nb.kernels.program import Launch, Program
 
 
 def card_launches(
-    program: Program, rows: int, pool: PoolPlaces | None = None
+    program: Program,
+    rows: int,
+    pool: PoolPlaces | None = None,
+    *,
+    same_bits: bool = True,
+    warpgroups: bool = False,
 ) -> Sequence[CardLaunch]:
     """Return what a card launches, in order, for a program of so many rows.
 
-    pool   what it shares with the CPU, which then computes some of the missed experts of one row
+    pool         what it shares with the CPU, which then computes some of the missed experts of one
+                 row
+    same_bits    whether a row has the bits of a window however many there are
+    warpgroups   whether batches are multiplied by them: the card has them, and a row's bits need
+                 not be those of a window
     """
-    found = list(with_runs(program, rows))
+    found = list(with_runs(program, rows, same_bits=same_bits, warpgroups=warpgroups))
     if rows > WINDOW_ROWS:
-        found = list(with_batches(list(with_slices(found, rows)), rows))
+        found = list(with_batches(list(with_slices(found, rows)), rows, warpgroups=warpgroups))
     found = list(with_shares(with_routes(found, rows, pool)))
     if rows == 1:
         pools = pool is not None

@@ -52,7 +52,7 @@ def _answered(kernel: GpuKernel, shared_bytes: int, width: int, blocks: int) -> 
         state: int,
         idle: int,
     ) -> None:
-        here, thread = load_i64(rows), i64(thread_index())
+        here, marks, thread = load_i64(rows), load_i64(blobs), i64(thread_index())
         product(
             rows,
             blobs,
@@ -69,7 +69,7 @@ def _answered(kernel: GpuKernel, shared_bytes: int, width: int, blocks: int) -> 
             idle,
         )
         if is_last(rows + ARRIVED, blocks, thread, place) and here > 0:
-            take(blobs, top_k, y, box, state, thread)
+            take(marks, y, box, state, thread)
 
     return kernel._replace(
         name=f"{kernel.name}_answered_{width}",

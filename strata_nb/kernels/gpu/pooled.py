@@ -2,7 +2,9 @@
 
 The CPU reads experts where they are, so those that are computed there need not cross the link: the
 two read the same memory at the same time. `route` says who goes to the CPU (BY_CPU of a word of
-`blobs`); the CPU's side is `cpu_pool.py`, and between them is a mailbox (`kernels/mailbox.py`).
+`blobs`), and in all words of the row that somebody does (ROW_BY_CPU): most rows miss little, and
+then nobody looks any further. The CPU's side is `cpu_pool.py`, and between them is a mailbox
+(`kernels/mailbox.py`).
 
     expert_gate_up   the first block of the first such choice posts the row and all such choices;
                      all blocks of such choices leave
@@ -29,16 +31,17 @@ from typing import Any, NamedTuple
 
 from strata_nb.formats import TensorType
 from strata_nb.kernels import mailbox
-from strata_nb.kernels.gpu.experts import expert_gate_up_kernel, passing_down_kernel
-from strata_nb.kernels.gpu.filling import BY_CPU, COMES, IN_HOST_MEMORY, NOT_POSTED
+from strata_nb.kernels.gpu.expert_down import passing_down_kernel
+from strata_nb.kernels.gpu.expert_gate_up import GATE_UP_THREADS, leaving_gate_up_kernel
+from strata_nb.kernels.gpu.filling import BY_CPU, COMES, IN_HOST_MEMORY, NOT_POSTED, ROW_BY_CPU
 from strata_nb.kernels.gpu.intrinsics import (
     await_previous,
     barrier,
     bits_of_f32,
-    block_x,
     block_z,
     i32,
     i64,
+    load_4xf32,
     load_4xi32,
     load_f32,
     load_i64,
@@ -47,7 +50,6 @@ from strata_nb.kernels.gpu.intrinsics import (
     shared_load_i32,
     shared_store_i32,
     store_4xi32,
-    store_f32,
     store_i64,
     store_system_i64,
     thread_index,
@@ -67,6 +69,7 @@ from strata_nb.kernels.pool_state import (
 )
 
 POST_NS = 20_000  # that others let pass at most before they read over the link
+_ABORT_EVERY = 8  # looks at the answer: each takes as long as the way to the host and back
 
 
 class PoolPlaces(NamedTuple):
@@ -125,7 +128,10 @@ def _pooled(kernel: GpuKernel) -> str:
 
 @cache
 def _poster(threads: int) -> Function:
-    """Return a device function by which a block posts a layer's message."""
+    """Return a device function by which a block posts a layer's message.
+
+    posted   address of the choice in `sources`, which says NOT_POSTED before
+    """
 
     def post(
         blobs: int,
@@ -137,6 +143,7 @@ def _poster(threads: int) -> Function:
         layer: int,
         box: int,
         state: int,
+        posted: int,
         thread: int,
     ) -> None:
         place = 16 * thread
@@ -150,124 +157,139 @@ def _poster(threads: int) -> Function:
             store_i64(choice, load_i64(chosen + 8 * thread))
             share = bits_of_f32(load_f32(shares + 4 * thread))
             store_i64(choice + mailbox.SHARE, i64(share))
+        count = _number_by_cpu(blobs, top_k)
         if thread == 0:
             store_i64(box + mailbox.LAYER, layer)
-            store_i64(box + mailbox.COUNT, _number_by_cpu(blobs, top_k))
+            store_i64(box + mailbox.COUNT, count)
+        error, number = load_i64(state + ERROR), load_i64(state + POSTS) + 1
         barrier()
-        if thread == 0 and load_i64(state + ERROR) == 0:
-            count = _number_by_cpu(blobs, top_k)
+        now = nanoseconds() if thread == 0 else i64(0)
+        if thread == 0 and error == 0:
+            store_system_i64(box + mailbox.POSTED, number)
+        if thread == 0:
+            store_i64(posted, i64(NOT_POSTED + 1))
+        if thread == 0 and error == 0:  # what nobody waits for
+            store_i64(state + POSTS, number)
+            store_i64(state + POSTED_AT, now)
             missed = _number_of(blobs, top_k, BY_CPU | COMES | IN_HOST_MEMORY, 1)
             store_i64(state + CHOICES, load_i64(state + CHOICES) + count)
             store_i64(state + BESIDE, load_i64(state + BESIDE) + missed - count)
-            number = load_i64(state + POSTS) + 1
-            store_i64(state + POSTS, number)
-            store_i64(state + POSTED_AT, nanoseconds())
-            store_system_i64(box + mailbox.POSTED, number)
 
     return post
 
 
 @cache
-def pool_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs: int) -> GpuKernel:
-    """Return `pool_gate_up` of `routed.py`: `expert_gate_up` of packed weights, which posts."""
-    kernel = expert_gate_up_kernel(gate, up, values, outputs)
-    product, post = kernel.function, _poster(kernel.threads)
+def _leaver(threads: int) -> Function:
+    """Return a device function by which a block leaves a choice to the CPU, or waits for the
+    message where it will read over the link."""
+    post = _poster(threads)
 
-    def pool_gate_up(
-        rows: int,
+    def leaves(
+        word: Any,
         blobs: int,
         sources: int,
         x: int,
-        inner: int,
-        packed: int,
-        gate_offset: int,
-        up_offset: int,
-        top_k: int,
-        values: int,
-        outputs: int,
         row_bytes: int,
+        top_k: int,
         chosen: int,
         shares: int,
         layer: int,
         box: int,
         state: int,
-    ) -> None:
-        choice, thread = i64(block_x()), i64(thread_index())
-        await_previous()
-        if load_i64(rows) > 0:
-            word, first = load_i64(blobs + 8 * choice), _first_by_cpu(blobs, top_k)
-            if word & BY_CPU != 0:
-                if block_z() == 0 and choice == first:
-                    post(blobs, chosen, shares, x, row_bytes, top_k, layer, box, state, thread)
-                    if thread == 0:
-                        store_i64(sources + 8 * choice, i64(NOT_POSTED + 1))
-                return
-            if first < top_k and word & (IN_HOST_MEMORY | COMES) != 0:
+        choice: Any,
+        thread: Any,
+    ) -> Any:
+        if word & ROW_BY_CPU != 0:
+            first = _first_by_cpu(blobs, top_k)
+            if word & BY_CPU != 0 and block_z() == 0 and choice == first:
+                posted = sources + 8 * choice
+                post(blobs, chosen, shares, x, row_bytes, top_k, layer, box, state, posted, thread)
+            if word & BY_CPU == 0 and word & (IN_HOST_MEMORY | COMES) != 0:
                 _await_post(sources + 8 * first, thread)
-        product(
-            rows,
-            blobs,
-            sources,
-            x,
-            inner,
-            packed,
-            gate_offset,
-            up_offset,
-            top_k,
-            values,
-            outputs,
-            row_bytes,
-        )
+        return word & BY_CPU != 0
 
-    return kernel._replace(name=_pooled(kernel), function=pool_gate_up)
+    return leaves
+
+
+@cache
+def pool_gate_up_kernel(gate: TensorType, up: TensorType, values: int, outputs: int) -> GpuKernel:
+    """Return `pool_gate_up` of `routed.py`: `expert_gate_up` of packed weights, which posts."""
+    kernel = leaving_gate_up_kernel(gate, up, values, outputs, _leaver(GATE_UP_THREADS))
+    return kernel._replace(name=_pooled(kernel))
 
 
 # -- the answer ------------------------------------------------------------------------------------
 
 
 def _await_answer(box: int, state: int) -> Any:
-    """Wait for the answer to the latest post; return 1 if it is there, 0 where it will not come."""
+    """Wait for the answer to the latest post; return 1 if it is there, 0 where it will not come,
+    and when the wait began and ended."""
     begin, number = nanoseconds(), load_i64(state + POSTS)
-    error, now = load_i64(state + ERROR), begin
-    store_i64(state + ALONE_NS, load_i64(state + ALONE_NS) + begin - load_i64(state + POSTED_AT))
-    if error != 0:
-        return i32(0)
+    known = load_i64(state + ERROR)
+    error, now, looks = known, begin, i64(0)
     while error == 0 and load_system_i64(box + mailbox.ANSWERED) < number:
-        now = nanoseconds()
-        if load_system_i64(box + mailbox.ABORT) != 0:
-            error = i64(ABORTED)
-        elif now - begin > DEADLINE_NS:
+        now, looks = nanoseconds(), looks + 1
+        if now - begin > DEADLINE_NS:
             error = i64(LATE)
-    store_i64(state + WAITED_NS, load_i64(state + WAITED_NS) + now - begin)
-    if error != 0:
+        elif looks % _ABORT_EVERY == 0 and load_system_i64(box + mailbox.ABORT) != 0:
+            error = i64(ABORTED)
+    if error != known:
         store_i64(state + ERROR, error)
         store_system_i64(box + mailbox.ABORT, 1)
-    return i32(1 if error == 0 else 0)
+    return i32(1 if error == 0 else 0), begin, now
+
+
+def _count_wait(state: int, begin: Any, end: Any) -> None:
+    """Note how long the card needed for its own part, and how long it then waited."""
+    store_i64(state + ALONE_NS, load_i64(state + ALONE_NS) + begin - load_i64(state + POSTED_AT))
+    store_i64(state + WAITED_NS, load_i64(state + WAITED_NS) + end - begin)
+
+
+def _add_four(place: int, four: Any, more: Any) -> None:
+    """Store the sums of four values and four others."""
+    a, b, c, d = four
+    e, f, g, h = more
+    store_4xi32(
+        place, bits_of_f32(a + e), bits_of_f32(b + f), bits_of_f32(c + g), bits_of_f32(d + h)
+    )
 
 
 @cache
 def answer_taker(width: int, threads: int, place: int) -> Function:
     """Return a device function by which the last block of a launch adds the answer to a row.
 
-    take(blobs, top_k, y, box, state, thread); a barrier must follow before y is read
+    take(marks, y, box, state, thread); marks is a word of the row in `blobs`; a barrier must follow
+    before y is read
 
-    width   of the row
+    width   of the row, a multiple of 32
     place   offset of four bytes of shared memory
-    """
-    answer = mailbox.answer_offset(width)
 
-    def take(blobs: int, top_k: int, y: int, box: int, state: int, thread: int) -> None:
-        if _number_by_cpu(blobs, top_k) == 0:
+    A load from the host takes more than a microsecond. Each thread has two of four values under way
+    before it stores anything, and the time is noted when all is done that others wait for.
+    """
+    answer, fours = mailbox.answer_offset(width), width // 4
+
+    def take(marks: Any, y: int, box: int, state: int, thread: int) -> None:
+        if marks & ROW_BY_CPU == 0:
             return
+        begin, end = i64(0), i64(0)
         if thread == 0:
-            shared_store_i32(place, _await_answer(box, state))
+            is_there, begin, end = _await_answer(box, state)
+            shared_store_i32(place, is_there)
         barrier()
         if shared_load_i32(place) != 0:
-            value = thread
-            while value < width:
-                target = y + 4 * value
-                store_f32(target, load_f32(target) + load_f32(box + answer + 4 * value))
-                value += threads
+            four = thread
+            while four < fours:
+                other = min(four + threads, fours - 1)
+                first = load_4xf32(box + answer + 16 * four)
+                second = load_4xf32(box + answer + 16 * other)
+                here, there = load_4xf32(y + 16 * four), load_4xf32(y + 16 * other)
+                _add_four(y + 16 * four, here, first)
+                if four + threads < fours:
+                    _add_four(y + 16 * other, there, second)
+                four += 2 * threads
+        if thread == 0:
+            _count_wait(state, begin, end)
 
     return take
 
@@ -298,10 +320,11 @@ def pool_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) ->
         state: int,
         idle: int,
     ) -> None:
-        first = _first_by_cpu(blobs, top_k)
-        if load_i64(rows) > 0 and first < top_k:
-            _await_post(sources + 8 * first, i64(thread_index()))
-        if _number_by_cpu(blobs, top_k) < top_k:
+        left = i64(top_k)
+        if load_i64(rows) > 0 and load_i64(blobs) & ROW_BY_CPU != 0:
+            _await_post(sources + 8 * _first_by_cpu(blobs, top_k), i64(thread_index()))
+            left -= _number_by_cpu(blobs, top_k)
+        if left > 0:
             product(rows, blobs, sources, inner, shares, y, down_offset, outputs, idle)
         else:
             await_previous()

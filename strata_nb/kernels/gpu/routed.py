@@ -26,10 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from strata_nb.kernels.gpu.card_launch import CardLaunch
-from strata_nb.kernels.gpu.experts import (
-    expert_down_kernel,
-    expert_gate_up_kernel,
-)
+from strata_nb.kernels.gpu.expert_down import expert_down_kernel
+from strata_nb.kernels.gpu.expert_gate_up import expert_gate_up_kernel
 from strata_nb.kernels.gpu.filling import expert_fill_kernel
 from strata_nb.kernels.gpu.operations import Arguments, GpuKernel
 from strata_nb.kernels.gpu.pooled import PoolPlaces, pool_down_kernel, pool_gate_up_kernel

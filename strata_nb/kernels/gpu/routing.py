@@ -35,6 +35,7 @@ from strata_nb.kernels.gpu.filling import (
     LISTS_BYTES,
     LOWEST,
     NOT_POSTED,
+    ROW_BY_CPU,
     ROW_COMES,
     cpu_share_of,
     gain_of,
@@ -83,8 +84,8 @@ _MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
 
 # Shared memory: the sums of `block_sum`; numbers of the chosen; what the chosen raise,
 # by ascending number; the largest logit; what `filling.py` needs: the gains of the chosen,
-# who of them is missed, who may leave, and whether somebody comes; the key of every expert, and of
-# none up to whole warps.
+# who of them is missed, who may leave, whether somebody comes, and whether somebody goes to the
+# CPU; the key of every expert, and of none up to whole warps.
 _NUMBERS = 4 * WARP
 _RAISED = _NUMBERS + 4 * _MOST_CHOICES
 _MOST = _RAISED + 4 * _MOST_CHOICES
@@ -92,6 +93,7 @@ _GAINS = _MOST + 16
 _MISSED = _GAINS + 4 * _MOST_CHOICES
 _LISTS = _MISSED + 4 * _MOST_CHOICES
 _COMING = _LISTS + LISTS_BYTES
+_BY_CPU = _COMING + 4
 _KEYS = _COMING + 16
 
 
@@ -269,6 +271,7 @@ def route_row(experts: int, top_k: int, decides: bool, pools: bool) -> Function:
         if rank == 0:
             shared_store_f32(_MOST, ranked)
             shared_store_i32(_COMING, i32(0))
+            shared_store_i32(_BY_CPU, i32(0))
         rank = chosen_ids(rank, thread, forced, position, top_k)
         is_chosen = rank < top_k
         if is_chosen:
@@ -285,8 +288,10 @@ def route_row(experts: int, top_k: int, decides: bool, pools: bool) -> Function:
         by_cpu = False
         if pools and is_chosen and is_miss and cpu_share > 0:
             by_cpu = goes_to_cpu(thread, gain, cpu_share, _NUMBERS, _GAINS, _MISSED, top_k)
+            if by_cpu:
+                shared_store_i32(_BY_CPU, i32(ROW_BY_CPU))
         slot, marks = i64(0), i64(0)
-        if decides and _somebody_wants(top_k):
+        if decides and (cpu_share > 0 or _somebody_wants(top_k)):
             if is_chosen and gain > f32(LOWEST) and not by_cpu:
                 slot = slot_for(
                     thread, gain, _NUMBERS, _GAINS, top_k, _LISTS, plan, addresses, homes
@@ -294,7 +299,7 @@ def route_row(experts: int, top_k: int, decides: bool, pools: bool) -> Function:
                 if slot != 0:
                     shared_store_i32(_COMING, i32(ROW_COMES))
             barrier()
-            marks = i64(shared_load_i32(_COMING))
+            marks = i64(shared_load_i32(_COMING)) | i64(shared_load_i32(_BY_CPU))
         raised = exp(logit - shared_load_f32(_MOST)) if is_expert else f32(0.0)
         place = i64(0)
         if is_chosen:

@@ -14,9 +14,9 @@ A type is described by a `Decoder`, which has two device functions
     s               which of them
     table           where the type's table is in shared memory, if it has one (`tables.py`)
 
-What `read` returns is all that is needed of memory; of most types it is what `unpack` returns, too.
-Word q_w holds quants 4 * w .. 4 * w + 3, signed bytes in the order of the values. The others are
-floats, low for values 0 to 15, high for 16 to 31:
+What `read` returns is all that is needed of memory, as it is there. Word q_w holds quants 4 * w ..
+4 * w + 3, signed bytes in the order of the values. The others are floats, low for values 0 to 15,
+high for 16 to 31:
 
     value i = scale * (quant i - offset) - minimum
 
@@ -46,6 +46,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     load_i32,
     load_u8,
     load_u16,
+    shifted_down,
 )
 from strata_nb.kernels.gpu.operations import Function
 from strata_nb.packing import Field, fields
@@ -54,26 +55,22 @@ from strata_nb.quants.decoders import FP4_LEVELS, IQ4_LEVELS
 T = TensorType
 
 
-def _as_read(words: Any, _table: int) -> Any:
-    return words
-
-
 class Decoder(NamedTuple):
     """Say how a type's sub-blocks are read.
 
     read     see the head of this file
+    unpack   see the head of this file
     offset   what is taken off every quant
     halves   whether the first 16 and the last 16 values differ in scale or minimum
     minima   whether there are minima; without them `unpack` returns zeros in their place
-    unpack   see the head of this file
     table    what `unpack` looks up in shared memory
     """
 
     read: Function
+    unpack: Function
     offset: int = 0
     halves: bool = False
     minima: bool = False
-    unpack: Function = _as_read
     table: ConstantTable | None = None
 
 
@@ -171,58 +168,79 @@ def _q4_0() -> Decoder:
     quants, scales = places(T.Q4_0)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = _nibbles(load_4xi32(quants(group, rows_in_group, row, sub_blocks, s)))
-        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, sub_blocks, s)))
-        return *words, scale, scale, *_no_minima()
+        words = load_4xi32(quants(group, rows_in_group, row, sub_blocks, s))
+        return *words, load_u16(scales(group, rows_in_group, row, sub_blocks, s))
 
-    return Decoder(read, 8)
+    def unpack(words: Any, _table: int) -> Any:
+        scale = f32_of_half(words[4])
+        return *_nibbles(words[:4]), scale, scale, *_no_minima()
+
+    return Decoder(read, unpack, 8)
 
 
 def _q4_1() -> Decoder:
     quants, bounds = places(T.Q4_1)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = _nibbles(load_4xi32(quants(group, rows_in_group, row, sub_blocks, s)))
-        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, sub_blocks, s)))
-        return *words, scale, scale, -minimum, -minimum
+        words = load_4xi32(quants(group, rows_in_group, row, sub_blocks, s))
+        return *words, load_i32(bounds(group, rows_in_group, row, sub_blocks, s))
 
-    return Decoder(read, minima=True)
+    def unpack(words: Any, _table: int) -> Any:
+        scale, minimum = _two_halves(words[4])
+        return *_nibbles(words[:4]), scale, scale, -minimum, -minimum
+
+    return Decoder(read, unpack, minima=True)
 
 
 def _q5_0() -> Decoder:
     low, high, scales = places(T.Q5_0)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = _nibbles(load_4xi32(low(group, rows_in_group, row, sub_blocks, s)))
-        tops = _singles(load_i32(high(group, rows_in_group, row, sub_blocks, s)))
-        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, sub_blocks, s)))
-        return *_joined(words, tops, 4), scale, scale, *_no_minima()
+        return (
+            *load_4xi32(low(group, rows_in_group, row, sub_blocks, s)),
+            load_i32(high(group, rows_in_group, row, sub_blocks, s)),
+            load_u16(scales(group, rows_in_group, row, sub_blocks, s)),
+        )
 
-    return Decoder(read, 16)
+    def unpack(words: Any, _table: int) -> Any:
+        scale = f32_of_half(words[5])
+        return *_fives(words), scale, scale, *_no_minima()
+
+    return Decoder(read, unpack, 16)
 
 
 def _q5_1() -> Decoder:
     low, high, bounds = places(T.Q5_1)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        words = _nibbles(load_4xi32(low(group, rows_in_group, row, sub_blocks, s)))
-        tops = _singles(load_i32(high(group, rows_in_group, row, sub_blocks, s)))
-        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, sub_blocks, s)))
-        return *_joined(words, tops, 4), scale, scale, -minimum, -minimum
+        return (
+            *load_4xi32(low(group, rows_in_group, row, sub_blocks, s)),
+            load_i32(high(group, rows_in_group, row, sub_blocks, s)),
+            load_i32(bounds(group, rows_in_group, row, sub_blocks, s)),
+        )
 
-    return Decoder(read, minima=True)
+    def unpack(words: Any, _table: int) -> Any:
+        scale, minimum = _two_halves(words[5])
+        return *_fives(words), scale, scale, -minimum, -minimum
+
+    return Decoder(read, unpack, minima=True)
 
 
 def _q8_0() -> Decoder:
     quants, scales = places(T.Q8_0)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        first = load_4xi32(quants(group, rows_in_group, row, sub_blocks, 2 * s))
-        second = load_4xi32(quants(group, rows_in_group, row, sub_blocks, 2 * s + 1))
-        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, sub_blocks, s)))
-        return *first, *second, scale, scale, *_no_minima()
+        return (
+            *load_4xi32(quants(group, rows_in_group, row, sub_blocks, 2 * s)),
+            *load_4xi32(quants(group, rows_in_group, row, sub_blocks, 2 * s + 1)),
+            load_u16(scales(group, rows_in_group, row, sub_blocks, s)),
+        )
 
-    return Decoder(read)
+    def unpack(words: Any, _table: int) -> Any:
+        scale = f32_of_half(words[8])
+        return *words[:8], scale, scale, *_no_minima()
+
+    return Decoder(read, unpack)
 
 
 # -- blocks of 256 values --------------------------------------------------------------------------
@@ -233,71 +251,89 @@ def _q2_k() -> Decoder:
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block = sub_blocks >> 3, s >> 3
-        words = _pairs(load_2xi32(quants(group, rows_in_group, row, blocks, s)))
-        step = load_u16(steps(group, rows_in_group, row, blocks, s))
-        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, blocks, block)))
         return (
-            *words,
+            *load_2xi32(quants(group, rows_in_group, row, blocks, s)),
+            load_u16(steps(group, rows_in_group, row, blocks, s)),
+            load_i32(bounds(group, rows_in_group, row, blocks, block)),
+        )
+
+    def unpack(words: Any, _table: int) -> Any:
+        step = words[2]
+        scale, minimum = _two_halves(words[3])
+        return (
+            *_pairs(words[:2]),
             scale * f32_of_i32(step & 15),
             scale * f32_of_i32(step >> 8 & 15),
             minimum * f32_of_i32(step >> 4 & 15),
             minimum * f32_of_i32(step >> 12 & 15),
         )
 
-    return Decoder(read, halves=True, minima=True)
+    return Decoder(read, unpack, halves=True, minima=True)
 
 
 def _q3_k() -> Decoder:
-    low, high, words_of_steps, scales = places(T.Q3_K)
-    steps = _six_bits(words_of_steps)
+    low, high, steps, scales = places(T.Q3_K)
+    read_steps = _read_steps(steps)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block = sub_blocks >> 3, s >> 3
-        words = _pairs(load_2xi32(low(group, rows_in_group, row, blocks, s)))
-        tops = _singles(load_i32(high(group, rows_in_group, row, blocks, s)))
-        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, blocks, block)))
-        one, other = steps(group, rows_in_group, row, blocks, s)
         return (
-            *_joined(words, tops, 2),
+            *load_2xi32(low(group, rows_in_group, row, blocks, s)),
+            load_i32(high(group, rows_in_group, row, blocks, s)),
+            load_u16(scales(group, rows_in_group, row, blocks, block)),
+            *read_steps(group, rows_in_group, row, blocks, s),
+        )
+
+    def unpack(words: Any, _table: int) -> Any:
+        scale = f32_of_half(words[3])
+        one, other = _six_bits(words[4:])
+        return (
+            *_joined(_pairs(words[:2]), _singles(words[2]), 2),
             scale * f32_of_i32(one - 32),
             scale * f32_of_i32(other - 32),
             *_no_minima(),
         )
 
-    return Decoder(read, 4, halves=True)
+    return Decoder(read, unpack, 4, halves=True)
 
 
 def _q4_k() -> Decoder:
-    quants, words_of_steps, bounds = places(T.Q4_K)
-    steps = _six_bits(words_of_steps)
+    quants, steps, bounds = places(T.Q4_K)
+    read_steps = _read_steps(steps)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block = sub_blocks >> 3, s >> 3
-        words = _nibbles(load_4xi32(quants(group, rows_in_group, row, blocks, s)))
-        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, blocks, block)))
-        one, other = steps(group, rows_in_group, row, blocks, s)
-        scale *= f32_of_i32(one)
-        minimum *= f32_of_i32(other)
-        return *words, scale, scale, minimum, minimum
+        return (
+            *load_4xi32(quants(group, rows_in_group, row, blocks, s)),
+            load_i32(bounds(group, rows_in_group, row, blocks, block)),
+            *read_steps(group, rows_in_group, row, blocks, s),
+        )
 
-    return Decoder(read, minima=True)
+    def unpack(words: Any, _table: int) -> Any:
+        scale, minimum = _two_steps(words[4], words[5:])
+        return *_nibbles(words[:4]), scale, scale, minimum, minimum
+
+    return Decoder(read, unpack, minima=True)
 
 
 def _q5_k() -> Decoder:
-    low, high, words_of_steps, bounds = places(T.Q5_K)
-    steps = _six_bits(words_of_steps)
+    low, high, steps, bounds = places(T.Q5_K)
+    read_steps = _read_steps(steps)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks, block = sub_blocks >> 3, s >> 3
-        words = _nibbles(load_4xi32(low(group, rows_in_group, row, blocks, s)))
-        tops = _singles(load_i32(high(group, rows_in_group, row, blocks, s)))
-        scale, minimum = _two_halves(load_i32(bounds(group, rows_in_group, row, blocks, block)))
-        one, other = steps(group, rows_in_group, row, blocks, s)
-        scale *= f32_of_i32(one)
-        minimum *= f32_of_i32(other)
-        return *_joined(words, tops, 4), scale, scale, minimum, minimum
+        return (
+            *load_4xi32(low(group, rows_in_group, row, blocks, s)),
+            load_i32(high(group, rows_in_group, row, blocks, s)),
+            load_i32(bounds(group, rows_in_group, row, blocks, block)),
+            *read_steps(group, rows_in_group, row, blocks, s),
+        )
 
-    return Decoder(read, minima=True)
+    def unpack(words: Any, _table: int) -> Any:
+        scale, minimum = _two_steps(words[5], words[6:])
+        return *_fives(words), scale, scale, minimum, minimum
+
+    return Decoder(read, unpack, minima=True)
 
 
 def _q6_k() -> Decoder:
@@ -305,18 +341,23 @@ def _q6_k() -> Decoder:
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
         blocks = sub_blocks >> 3
-        words = _nibbles(load_4xi32(low(group, rows_in_group, row, blocks, s)))
-        tops = _pairs(load_2xi32(high(group, rows_in_group, row, blocks, s)))
-        step = load_u16(steps(group, rows_in_group, row, blocks, s))
-        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, blocks, s >> 3)))
         return (
-            *_joined(words, tops, 4),
+            *load_4xi32(low(group, rows_in_group, row, blocks, s)),
+            *load_2xi32(high(group, rows_in_group, row, blocks, s)),
+            load_u16(steps(group, rows_in_group, row, blocks, s)),
+            load_u16(scales(group, rows_in_group, row, blocks, s >> 3)),
+        )
+
+    def unpack(words: Any, _table: int) -> Any:
+        step, scale = words[6], f32_of_half(words[7])
+        return (
+            *_joined(_nibbles(words[:4]), _pairs(words[4:6]), 4),
             scale * f32_of_i32(i32(step << 24) >> 24),
             scale * f32_of_i32(i32(step << 16) >> 24),
             *_no_minima(),
         )
 
-    return Decoder(read, 32, halves=True)
+    return Decoder(read, unpack, 32, halves=True)
 
 
 def _two_halves(word: int) -> Any:
@@ -324,22 +365,44 @@ def _two_halves(word: int) -> Any:
     return f32_of_half(word), f32_of_half(word >> 16)
 
 
-def _six_bits(words: Function) -> Function:
-    """Return a device function: the pair of group scales of sub-block s, of six bits each.
+def _fives(words: Any) -> Any:
+    """Return the eight words of quants that four words of 4 bits a value and one of 1 bit hold."""
+    return _joined(_nibbles(words[:4]), _singles(words[4]), 4)
 
-    words   the address of one of the three words of each block that hold them
+
+def _read_steps(words: Function) -> Function:
+    """Return a device function that loads what `_six_bits` takes of sub-block s.
+
+    words   the address of one of the three words of each block that hold group scales
     """
 
-    def pair(group: int, rows_in_group: int, row: int, blocks: int, s: int) -> Any:
-        first, inner = 3 * (s >> 3), s & 7
-        a = load_i32(words(group, rows_in_group, row, blocks, first))
-        b = load_i32(words(group, rows_in_group, row, blocks, first + 1))
-        high = load_i32(words(group, rows_in_group, row, blocks, first + 2))
-        one = a >> 4 * inner & 15 | (high >> 2 * inner & 3) << 4
-        other = b >> 4 * inner & 15 | (high >> 16 + 2 * inner & 3) << 4
-        return one, other
+    def read(group: int, rows_in_group: int, row: int, blocks: int, s: int) -> Any:
+        first = 3 * (s >> 3)
+        return (
+            load_i32(words(group, rows_in_group, row, blocks, first)),
+            load_i32(words(group, rows_in_group, row, blocks, first + 1)),
+            load_i32(words(group, rows_in_group, row, blocks, first + 2)),
+            i32(s & 7),
+        )
 
-    return pair
+    return read
+
+
+def _six_bits(words: Any) -> Any:
+    """Return the pair of group scales of a sub-block, of six bits each, as `_read_steps` found
+    them."""
+    a, b, high, inner = words
+    four, two = i32(4 * inner), i32(2 * inner)
+    one = shifted_down(a, four) & 15 | (shifted_down(high, two) & 3) << 4
+    other = shifted_down(b, four) & 15 | (shifted_down(high, i32(16 + two)) & 3) << 4
+    return one, other
+
+
+def _two_steps(bounds: int, words: Any) -> Any:
+    """Return scale and minimum of a sub-block of Q4_K or Q5_K."""
+    scale, minimum = _two_halves(bounds)
+    one, other = _six_bits(words)
+    return scale * f32_of_i32(one), minimum * f32_of_i32(other)
 
 
 # -- 4-bit quants that number sixteen levels -------------------------------------------------------
@@ -372,7 +435,7 @@ def _iq4_nl() -> Decoder:
         scale = f32_of_half(words[4])
         return *look_up(words[:4]), scale, scale, *_no_minima()
 
-    return Decoder(read, unpack=unpack)
+    return Decoder(read, unpack)
 
 
 def _iq4_xs() -> Decoder:
@@ -380,15 +443,23 @@ def _iq4_xs() -> Decoder:
     look_up = _levels(IQ4_LEVELS)
 
     def read(group: int, rows_in_group: int, row: int, sub_blocks: int, s: int) -> Any:
-        blocks, block, inner = sub_blocks >> 3, s >> 3, s & 7
-        words = look_up(load_4xi32(quants(group, rows_in_group, row, blocks, s)))
-        four = load_i32(steps_low(group, rows_in_group, row, blocks, block)) >> 4 * inner & 15
-        two = load_u16(steps_high(group, rows_in_group, row, blocks, block)) >> 2 * inner & 3
-        scale = f32_of_half(load_u16(scales(group, rows_in_group, row, blocks, block)))
-        scale *= f32_of_i32((four | two << 4) - 32)
-        return *words, scale, scale, *_no_minima()
+        blocks, block = sub_blocks >> 3, s >> 3
+        return (
+            *load_4xi32(quants(group, rows_in_group, row, blocks, s)),
+            load_i32(steps_low(group, rows_in_group, row, blocks, block)),
+            load_u16(steps_high(group, rows_in_group, row, blocks, block)),
+            load_u16(scales(group, rows_in_group, row, blocks, block)),
+            i32(s & 7),
+        )
 
-    return Decoder(read)
+    def unpack(words: Any, _table: int) -> Any:
+        low, high, d, inner = words[4:]
+        four, two = shifted_down(low, i32(4 * inner)), shifted_down(high, i32(2 * inner))
+        steps = (four & 15 | (two & 3) << 4) - 32
+        scale = f32_of_half(d) * f32_of_i32(steps)
+        return *look_up(words[:4]), scale, scale, *_no_minima()
+
+    return Decoder(read, unpack)
 
 
 def _mxfp4() -> Decoder:
@@ -405,7 +476,7 @@ def _mxfp4() -> Decoder:
         scale = _half_power(words[4])
         return *look_up(words[:4]), scale, scale, *_no_minima()
 
-    return Decoder(read, unpack=unpack)
+    return Decoder(read, unpack)
 
 
 def _half_power(exponent: int) -> Any:

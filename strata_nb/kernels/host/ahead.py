@@ -8,9 +8,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 
-from strata_nb import cpu, loading_loop
-from strata_nb.compiling import Compiled
-from strata_nb.compiling_processes import MOST_PROCESSES, compile_together, serve
+from strata_nb import loading_loop
+from strata_nb.compiling import Compiled, cache_folder
+from strata_nb.compiling_processes import compile_together, processes_for, serve
 from strata_nb.kernels.host import threads
 from strata_nb.kernels.host.functions import host_kernel
 from strata_nb.kernels.host.operations import Work
@@ -19,7 +19,7 @@ from strata_nb.packing import PACKED, packer
 from strata_nb.progress import Progress, Say
 
 _MODULE = "strata_nb.kernels.host.ahead"
-_PROCESS_BYTES = 400 << 20  # that a process takes, somewhat more than measured
+_MOST_PROCESSES = 8  # the longest function takes an eighth of the time of all
 # What takes longest comes first, so that no process is left with it at the end. Beginnings of
 # names; the others take about as long as each other.
 _LONGEST = ("attention.", "prompt.", "window.", "embedding.")
@@ -42,25 +42,19 @@ def compile_ahead(
     if not missing:
         return
     missing.sort(key=_rank)
-    processes = _processes(len(missing))
+    processes = processes_for(len(missing), _MOST_PROCESSES)
     together = f", in {processes} processes" if processes > 1 else ""
     kernels = "1 kernel" if len(missing) == 1 else f"{len(missing)} kernels"
     say(f"compiling {kernels} for this processor, once{together}: up to half a minute")
-    failed = compile_together(missing, processes, _MODULE, pickle.dumps(launches), progress)
-    if failed:
-        say(
-            f"{failed} of {processes} processes that compile did not do their part, which the "
-            "others did; STRATA_NB_DEBUG=1 shows what they say"
-        )
-
-
-def _processes(functions: int) -> int:
-    """Return how many processes shall compile so many functions, this one counted.
-
-    One for each core, where it has two functions at least to earn its start, and memory.
-    """
-    room = cpu.available_memory_bytes() // _PROCESS_BYTES
-    return max(1, min(MOST_PROCESSES, cpu.physical_cores(), functions // 2, room))
+    compile_together(
+        missing,
+        processes,
+        _MODULE,
+        pickle.dumps(launches),
+        cache_folder(),
+        progress=progress,
+        say=say,
+    )
 
 
 def _rank(function: Compiled) -> int:
@@ -103,4 +97,4 @@ def _of_request(request: bytes) -> Iterator[Compiled]:
 
 
 if __name__ == "__main__":
-    serve(_of_request)
+    serve(_of_request, cache_folder)

@@ -14,10 +14,12 @@ the code for AMD. A warp has 32 lanes everywhere.
     memory.py           loads, stores, additions; tables in the code
     copies.py           copies into shared memory
     ordering.py         what happens before what: launches, blocks, the host
-    lanes.py            who a lane is; barriers, shuffles
+    lanes.py            who a lane is; barriers, shuffles, votes
     arithmetic.py       floats, halves, integers
     bytes_of_words.py   bytes chosen by numbers
     matrices.py         products of matrices
+    warpgroups.py       products of matrices by four warps together, on cards that can
+    attending.py        the same for attention
 
 Types of the signatures: i32, i64, f32, and tuples of them. Integers are signed.
 
@@ -42,6 +44,8 @@ from strata_nb.kernels.gpu.intrinsics.arithmetic import (
     i64,
     larger_f32,
     nearest_i32,
+    power_of_two,
+    quotient_i32,
     shifted_down,
     square_root,
     truncated_i64,
@@ -74,6 +78,7 @@ from strata_nb.kernels.gpu.intrinsics.lanes import (
     block_y,
     block_z,
     blocks_z,
+    of_any_lane,
     shuffle_xor_f32,
     shuffle_xor_i32,
     thread_index,
@@ -83,6 +88,7 @@ from strata_nb.kernels.gpu.intrinsics.matrices import (
     mma_16x8x32,
     mma_of_halves,
     shared_load_matrices,
+    shared_load_turned,
 )
 from strata_nb.kernels.gpu.intrinsics.memory import (
     ConstantTable,

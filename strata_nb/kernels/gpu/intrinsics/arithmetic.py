@@ -131,6 +131,14 @@ larger_f32 = Intrinsic(
     ptx=("max.f32 $0, $1, $2;", "=f,f,f"),
     amdgpu=llvm_call("llvm.maxnum.f32", "f32(f32, f32)"),
 )
+# 2 ** x to 2 units in the last place, in hardware: its last bits differ between cards. What is
+# below the least normal number is 0.
+power_of_two = Intrinsic(
+    "power_of_two",
+    "f32(f32)",
+    ptx=("ex2.approx.ftz.f32 $0, $1;", "=f,f"),
+    amdgpu=llvm_call("llvm.amdgcn.exp2.f32", "f32(f32)"),
+)
 # Correctly rounded.
 square_root = Intrinsic(
     "square_root",
@@ -161,6 +169,13 @@ shifted_down = Intrinsic(
     "shifted_down",
     "i32(i32, i32)",
     body=lambda builder, arguments: builder.lshr(*arguments),
+)
+# The quotient of two integers that are not negative, rounded down: Python's // takes 64 bits, which
+# is a function that is called.
+quotient_i32 = Intrinsic(
+    "quotient_i32",
+    "i32(i32, i32)",
+    body=lambda builder, arguments: builder.udiv(*arguments),
 )
 # The float nearest to an integer.
 f32_of_i32 = Intrinsic(

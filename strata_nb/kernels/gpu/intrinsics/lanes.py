@@ -1,4 +1,4 @@
-"""Who a lane is, and what lanes do together: barriers and shuffles."""
+"""Who a lane is, and what lanes do together: barriers, shuffles and votes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from strata_nb.kernels.gpu.intrinsics.intrinsic import (
     llvm,
     llvm_call,
     llvm_function,
+    llvm_type,
 )
 
 # -- who a lane is ---------------------------------------------------------------------------------
@@ -134,3 +135,21 @@ shuffle_xor_f32 = Intrinsic(
 shuffle_xor_i32 = Intrinsic(
     "shuffle_xor_i32", "i32(i32, i32)", ptx=_nvidia_shuffle, amdgpu=_amd_shuffle
 )
+
+
+def _nvidia_any(builder: Any, arguments: list[Any]) -> Any:
+    is_so = builder.icmp_unsigned("!=", arguments[0], constant(0))
+    vote = llvm_call("llvm.nvvm.vote.any.sync", "i1(i32, i1)")
+    return builder.zext(vote(builder, [constant(-1), is_so]), llvm_type("i32"))
+
+
+def _amd_any(builder: Any, arguments: list[Any]) -> Any:
+    (found,) = arguments
+    for distance in (16, 8, 4, 2, 1):
+        found = builder.or_(found, _amd_shuffle(builder, [found, constant(distance)]))
+    return found
+
+
+# 0 where the argument is 0 in all lanes of a warp, and else another number in all of them. All 32
+# lanes take part.
+of_any_lane = Intrinsic("of_any_lane", "i32(i32)", ptx=_nvidia_any, amdgpu=_amd_any)

@@ -184,13 +184,18 @@ mma_16x8x16 = Intrinsic(
 # of A and B above.
 
 
-def _nvidia_matrices(builder: Any, arguments: list[Any]) -> Any:
-    ir = llvm()
-    place = builder.ptrtoint(in_shared(builder, arguments[0], llvm_type("i32")), llvm_type("i32"))
-    kind = ir.FunctionType(llvm_type("4xi32"), [place.type])
-    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-    code = ir.InlineAsm(kind, text, "=r,=r,=r,=r,r,~{memory}", True)
-    return builder.call(code, [place], attrs=("convergent",))  # all lanes together, or none
+def _nvidia_matrices(order: str) -> Emit:
+    """Return what loads them; order: "", or ".trans" for turned ones."""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{order}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+
+    def emit(builder: Any, arguments: list[Any]) -> Any:
+        ir, word = llvm(), llvm_type("i32")
+        place = builder.ptrtoint(in_shared(builder, arguments[0], word), word)
+        kind = ir.FunctionType(llvm_type("4xi32"), [place.type])
+        code = ir.InlineAsm(kind, text, "=r,=r,=r,=r,r,~{memory}", True)
+        return builder.call(code, [place], attrs=("convergent",))  # all lanes together, or none
+
+    return emit
 
 
 def _amd_matrices(builder: Any, arguments: list[Any]) -> Any:
@@ -209,5 +214,32 @@ def _amd_matrices(builder: Any, arguments: list[Any]) -> Any:
 
 
 shared_load_matrices = Intrinsic(
-    "shared_load_matrices", "4xi32(i64)", ptx=_nvidia_matrices, amdgpu=_amd_matrices
+    "shared_load_matrices", "4xi32(i64)", ptx=_nvidia_matrices(""), amdgpu=_amd_matrices
+)
+
+
+def _amd_turned(builder: Any, arguments: list[Any]) -> Any:
+    """Load the halves of column g in rows 2 * t and 2 * t + 1 of each block."""
+    word, half, wide = llvm_type("i32"), llvm().IntType(16), llvm_type("i64")
+    lane = amd_lane(builder)
+    first = builder.and_(lane, constant(-WARP))
+    row = builder.add(first, builder.shl(builder.and_(lane, constant(3)), constant(1)))
+    g = builder.lshr(builder.and_(lane, constant(WARP - 1)), constant(2))
+    column = builder.shl(g, constant(1))
+    offset = builder.trunc(arguments[0], word)
+    words = []
+    for number in range(4):
+        halves = []
+        for which in (0, 1):
+            place = builder.add(amd_word_of(builder, offset, row, 8 * number + which), column)
+            pointer = in_shared(builder, builder.sext(place, wide), half)
+            halves.append(builder.zext(builder.load(pointer, align=2), word))
+        words.append(builder.or_(halves[0], builder.shl(halves[1], constant(16))))
+    return as_tuple(builder, words)
+
+
+# The same blocks, each turned: lane 4 * g + t gets half g of rows 2 * t and 2 * t + 1, which are
+# its words of B where a block has the rows of B in its rows.
+shared_load_turned = Intrinsic(
+    "shared_load_turned", "4xi32(i64)", ptx=_nvidia_matrices(".trans"), amdgpu=_amd_turned
 )

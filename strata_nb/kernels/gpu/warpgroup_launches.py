@@ -1,0 +1,85 @@
+"""Find the products of a prompt batch that warpgroups multiply (`warpgroup_products.py`).
+
+Quantised rows become halves first, which lie behind them: `room_of_halves`.
+
+batch_linear               warpgroup_linear
+batch_expert, batch_up     warpgroup_gate_up
+batch_expert               warpgroup_expert
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strata_nb.kernels.gpu.grouping import group_kernel
+from strata_nb.kernels.gpu.intrinsics.warpgroups import K
+from strata_nb.kernels.gpu.routed import CardKernel, card_kernel
+from strata_nb.kernels.gpu.warpgroup_products import (
+    halves_kernel,
+    warpgroup_expert_kernel,
+    warpgroup_gate_up_kernel,
+    warpgroup_linear_kernel,
+)
+from strata_nb.kernels.gpu.warpgroup_tiles import OUTPUTS
+from strata_nb.kernels.quantised_rows import row_bytes
+
+FEWEST_ROWS = 64  # of a step: with fewer, products of bytes read less
+_FEWEST_CHOICES = 8  # of an expert, on average: likewise
+_FEWEST_BLOCKS = 128  # of a launch with large blocks: about what a card of 9.0 runs at once
+
+
+def _find(kernel: Any) -> Any:
+    return lambda variant, _: kernel(*variant)
+
+
+WARPGROUP_KERNELS: dict[str, CardKernel] = {
+    "warpgroup_linear": card_kernel(
+        "*rows *x *weight *bias *y values outputs add", _find(warpgroup_linear_kernel)
+    ),
+    "warpgroup_expert": card_kernel(
+        "*tiles *sources *targets *addresses *x *y offset values outputs experts top_k",
+        _find(warpgroup_expert_kernel),
+    ),
+    "warpgroup_gate_up": card_kernel(
+        "*tiles *sources *targets *addresses *x *inner gate_offset up_offset values outputs "
+        "experts top_k",
+        _find(warpgroup_gate_up_kernel),
+    ),
+    "warpgroup_halves": card_kernel("*rows *x *halves values", lambda _, __: halves_kernel()),
+    "warpgroup_group": card_kernel(
+        "*rows *chosen *counts *members *sources *tiles experts top_k",
+        lambda rows, given: group_kernel(given["top_k"], rows),
+    ),
+}
+
+
+def room_of_halves(values: int) -> int:
+    """Return how many bytes a buffer of quantised rows has for each, besides the row itself."""
+    return 2 * values
+
+
+def halves_at(x: int, rows: int, values: int) -> int:
+    """Return where the halves of quantised rows are, in a buffer of so many or more rows at x."""
+    return x + rows * row_bytes(values)
+
+
+def takes(values: int) -> bool:
+    """Return whether warpgroups multiply rows of so many values."""
+    return values % K == 0
+
+
+def rows_of_block(rows: int, outputs: int) -> int:
+    """Return how many rows a block of a dense product has: as many as leave enough blocks."""
+    for some in (256, 128):
+        if -(-rows // some) * -(-outputs // OUTPUTS) >= _FEWEST_BLOCKS:
+            return some
+    return 64
+
+
+def rows_of_tile(rows: int, top_k: int, experts: int) -> int:
+    """Return how many choices of an expert a tile has, about what each expert has; 0 where they are
+    too few for warpgroups."""
+    each = rows * top_k / experts
+    if each < _FEWEST_CHOICES:
+        return 0
+    return 64 if each <= 64 else 128 if each <= 128 else 256

@@ -1,0 +1,163 @@
+"""Attention of a prompt batch in an order of its own, against float64 and in other batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import gpu_launches
+import numpy as np
+import pytest
+from attending import SCALE, attend
+from gpu_card import Card
+from gpu_launches import Run, shaped
+from kv_store import Floats, Store, random_heads
+
+from strata_nb.kernels.gpu import attention_launches
+from strata_nb.kernels.gpu.attention_batches import batch_attention_kernel
+from strata_nb.kernels.gpu.attention_warpgroups import warpgroup_attention_kernel
+from strata_nb.kernels.gpu.compile import cubin_of
+from strata_nb.kernels.gpu.launches import card_launches
+from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.table import KERNELS
+
+HALVES = ("f16", "f16")
+HALF = 2.0**-11  # the largest share by which a number differs from the half nearest to it
+
+
+@pytest.fixture(params=[False, True], ids=["warps", "warpgroups"])
+def own_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, gpu: Run) -> None:
+    """Let any batch have one of the kernels, that of warps in blocks of 64 pairs: a few rows are
+    several tiles."""
+    card = getattr(gpu, "__self__", None)
+    if request.param and isinstance(card, Card) and not card.has_warpgroups:
+        pytest.skip("the card has no products of warpgroups")
+
+    def small(key_length: int, value_length: int) -> GpuKernel:
+        return batch_attention_kernel(key_length, value_length, warps=2)
+
+    monkeypatch.setattr(attention_launches, "SOME_BLOCKS", 1)
+    monkeypatch.setattr(attention_launches, "batch_attention_kernel", small)
+    made = partial(card_launches, same_bits=False, warpgroups=request.param)
+    monkeypatch.setattr(gpu_launches, "card_launches", made)
+
+
+def filled(kv_heads: int, cells: Sequence[int]) -> Store:
+    kv = Store(HALVES, kv_heads, (64, 64), sequences=len(cells), cells=max(cells))
+    for sequence, count in enumerate(cells):
+        kv.fill(sequence, count, seed=sequence)
+    return kv
+
+
+def are_near(
+    kv: Store, found: Floats, q: Floats, sequences: Sequence[int], positions: Sequence[int]
+) -> bool:
+    """Return whether results differ from float64's by no more than halves explain.
+
+    A score moves by no more than a rounded query makes of its products. Weights move by that factor
+    and are rounded; their sum and that of values moves at most as much.
+    """
+    group = q.shape[1] // kv.kv_heads
+    for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+        for head in range(q.shape[1]):
+            keys = kv.read("k", sequence, position + 1)[head // group].astype(np.float64)
+            values = kv.read("v", sequence, position + 1)[head // group].astype(np.float64)
+            scores = SCALE * keys @ q[row, head]
+            weights = np.exp(scores - scores.max())
+            wanted = weights @ values / weights.sum()
+            moved = SCALE * HALF * (np.abs(keys) @ np.abs(q[row, head])).max()
+            most = 2 * (np.expm1(moved) + HALF) * np.abs(values).max()
+            if not np.all(np.abs(found[row, head] - wanted) < most):
+                return False
+    return True
+
+
+@pytest.mark.usefixtures("own_order")
+@pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (1, 5), (1, 8)])
+def test_rows_attend_as_nearly_as_halves_allow(gpu: Run, kv_heads: int, group: int) -> None:
+    kv = filled(kv_heads, [150])
+    q = random_heads(9, kv_heads * group, 64)
+    positions = [0, 7, 15, 63, 64, 127, 128, 148, 149]
+    assert are_near(kv, attend(gpu, kv, q, [0] * 9, positions), q, [0] * 9, positions)
+
+
+def growing() -> Store:
+    """Return keys whose scores become larger from block to block, by far."""
+    kv = filled(1, [200])
+    for cell in range(200):
+        kv.write("k", 0, cell, kv.read_one("k", 0, cell) * np.float32(1 + 2 * (cell // 64)))
+    return kv
+
+
+@pytest.mark.usefixtures("own_order")
+def test_scores_that_grow_from_block_to_block_change_what_they_count_from(gpu: Run) -> None:
+    kv, q = growing(), random_heads(9, 4, 64) * np.float32(2)
+    positions = range(191, 200)
+    assert are_near(kv, attend(gpu, kv, q, [0] * 9, positions), q, [0] * 9, positions)
+
+
+@pytest.mark.usefixtures("own_order")
+def test_a_row_has_the_same_bits_whoever_is_beside_it(gpu: Run) -> None:
+    kv, q = filled(1, [200]), random_heads(40, 4, 64)
+    q[::3] *= np.float32(6)  # these change what they count from, and others do not
+    positions = list(range(160, 200))
+    together = attend(gpu, kv, q, [0] * 40, positions)
+    some = [*range(1, 40, 3)]
+    alone = attend(gpu, kv, q[some], [0] * len(some), [positions[row] for row in some])
+    assert np.array_equal(alone, together[some])
+
+
+@pytest.mark.usefixtures("own_order")
+def test_values_that_are_no_numbers_leave_no_trace_in_rows_before_them(gpu: Run) -> None:
+    clean, dirty = filled(1, [140]), filled(1, [140])
+    dirty.write("v", 0, 70, np.full((1, 64), np.inf, np.float32))
+    dirty.write("v", 0, 71, np.full((1, 64), np.nan, np.float32))
+    q = random_heads(9, 4, 64)
+    positions = [62, *range(66, 73), 130]
+    found = attend(gpu, dirty, q, [0] * 9, positions)
+    assert np.array_equal(found[:5], attend(gpu, clean, q, [0] * 9, positions)[:5])
+    assert not np.any(np.isfinite(found[5:]))
+
+
+@pytest.mark.usefixtures("own_order")
+def test_cells_that_nobody_wrote_leave_no_trace(gpu: Run) -> None:
+    clean, dirty = filled(1, [128]), Store(HALVES, 1, (64, 64))
+    dirty.fill(0, 75)  # the other cells are NaN
+    q, positions = random_heads(9, 2, 64), [*range(66, 75)]
+    found = attend(gpu, dirty, q, [0] * 9, positions)
+    assert np.array_equal(found, attend(gpu, clean, q, [0] * 9, positions))
+
+
+@pytest.mark.usefixtures("own_order")
+def test_rows_of_several_sequences_in_a_tile_attend_to_their_own_cells(gpu: Run) -> None:
+    kv = filled(1, [40, 17, 66])
+    q = random_heads(10, 3, 64)
+    sequences, positions = [1, 1, 0, 0, 0, 2, 2, 2, 1, 1], [3, 4, 37, 38, 39, 63, 64, 65, 15, 16]
+    assert are_near(kv, attend(gpu, kv, q, sequences, positions), q, sequences, positions)
+
+
+@pytest.mark.parametrize(
+    ("rows", "same_bits", "warpgroups", "kernel"),
+    [
+        (512, False, True, "attention_warpgroups_128_128"),
+        (512, False, False, "attention_batch_128_128"),
+        (512, True, False, "attention_tiles_128_128"),
+        (64, False, True, "attention_tiles_by_runs_128_128"),
+        (8, False, True, "attention_halves_128_128_8"),
+    ],
+)
+def test_batches_that_keep_a_card_busy_have_an_order_of_their_own(
+    rows: int, same_bits: bool, warpgroups: bool, kernel: str
+) -> None:
+    sizes = {"heads": 32, "kv_heads": 4, "key_length": 128, "value_length": 128}
+    one = shaped("attention", HALVES, **sizes, table_width=64)
+    found = card_launches((one,), rows, same_bits=same_bits, warpgroups=warpgroups)
+    assert kernel in [each.kernel.name for each in found]
+
+
+def test_attention_by_warpgroups_fits_its_registers() -> None:
+    kernel = warpgroup_attention_kernel(128, 128)
+    kinds = [one.kind for one in KERNELS["attention"].arguments]
+    made = cubin_of(kernel, kinds, "sm_90")
+    assert made.registers <= kernel.registers
+    assert not made.spill_bytes

@@ -1,0 +1,194 @@
+"""Products of prompt batches by warpgroups, against products of numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gpu_launches
+import gpu_simulator
+import kernel_references as plain
+import numpy as np
+import pytest
+from gpu_launches import aligned, shaped
+from host_launches import UNTOUCHED, Matrix, as_read, normal
+from test_gpu_batches import OUT, layer
+from test_gpu_experts import Experts, Routes
+from test_gpu_linear import buffer_of
+
+from strata_nb.formats import TensorType
+from strata_nb.kernels.gpu import compile as gpu_compile
+from strata_nb.kernels.gpu.batches import BATCH_KERNELS
+from strata_nb.kernels.gpu.gathering import sum_kernel
+from strata_nb.kernels.gpu.half_stages import ROWS_BY
+from strata_nb.kernels.gpu.intrinsics.warpgroups import WITH_WARPGROUPS
+from strata_nb.kernels.gpu.launches import card_launches
+from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.gpu.warpgroup_launches import WARPGROUP_KERNELS
+from strata_nb.kernels.reference import Floats
+from strata_nb.packing import PACKED
+
+T = TensorType
+
+
+@pytest.fixture
+def warpgroups(request: pytest.FixtureRequest, gpu: gpu_launches.Run) -> gpu_launches.Run:
+    """What runs launches, where it has warpgroups."""
+    if request.node.callspec.params["gpu"] == "card":
+        capability = request.getfixturevalue("card").driver.card_facts(0).capability
+        if capability != WITH_WARPGROUPS:
+            pytest.skip(f"compute capability {capability}, not {WITH_WARPGROUPS}")
+    return gpu
+
+
+def linear(
+    gpu: gpu_launches.Run,
+    matrix: Matrix,
+    x: Floats,
+    block_rows: int,
+    *,
+    bias: Floats | None = None,
+    y: Floats | None = None,
+) -> Floats:
+    """Return rows times a matrix, as blocks of so many rows multiply them."""
+    (rows, values), outputs = x.shape, len(matrix.weight)
+    out = np.full((rows + 2, outputs), UNTOUCHED)
+    if y is not None:
+        out[:rows] = y
+    out = aligned(out)
+    words: dict[str, Any] = {
+        "rows": np.array([rows]),
+        "x": buffer_of((ROWS_BY * x).astype(np.float16), rows + 2),
+        "weight": aligned(matrix.data),
+        "bias": 0 if bias is None else aligned(bias),
+        "y": out,
+        "values": values,
+        "outputs": outputs,
+        "add": int(y is not None),
+    }
+    variant = matrix.kind, block_rows
+    gpu("warpgroup_linear", words, ["y"], variant=variant, most_rows=rows + 2)
+    assert np.all(out[rows:] == UNTOUCHED)
+    return out[:rows]
+
+
+def bound(matrix: Matrix, x: Floats) -> Floats:
+    """Return how far halves may lead off, for each product.
+
+    Of a weight scale, minimum and result are rounded to a half, and a value is: that is 2 ** -11
+    each, of a weight with its minimum at most three times as much as of itself. Sums are rounded
+    for each of their terms.
+    """
+    magnitudes = np.abs(x).astype(np.float64) @ np.abs(matrix.weight).astype(np.float64).T
+    return np.asarray(6 * 2.0**-11 * magnitudes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "outputs", "values", "block_rows"),
+    [
+        (T.Q4_K, 66, 71, 256, 64),  # two blocks, two warpgroups
+        (T.Q6_K, 66, 8, 256, 256),  # half a block
+        (T.Q8_0, 130, 4, 192, 256),  # a whole one
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_warpgroups_multiply_within_the_rounding_of_halves(
+    warpgroups: gpu_launches.Run,
+    kind: TensorType,
+    rows: int,
+    outputs: int,
+    values: int,
+    block_rows: int,
+) -> None:
+    matrix, x = Matrix.random(kind, outputs, values), normal(rows, values, seed=1)
+    bias, before = normal(1, outputs, seed=2)[0], normal(rows, outputs, seed=3)
+    found = linear(warpgroups, matrix, x, block_rows, bias=bias, y=before)
+    wanted = plain.linear(x.astype(np.float64), matrix.weight) + bias + before
+    assert np.all(np.abs(found - wanted) <= bound(matrix, x) + 1e-6)
+
+
+def test_products_of_the_same_rows_share_their_halves() -> None:
+    sizes = {"x": 4096, "values": 256, "outputs": 512}
+    one, other = shaped("linear", T.Q4_K, **sizes), shaped("linear", T.Q6_K, **sizes)
+    odd = shaped("linear", T.Q8_0, **{**sizes, "values": 96})  # no number of tiles
+    norm = shaped("rms_norm", parts=1, width=256)
+    found = card_launches((one, other, odd, norm, one), 512, warpgroups=True)
+    assert [made.kernel.name.rpartition("_")[0] for made in found] == [
+        "warpgroup",
+        "warpgroup_linear_q4_k",
+        "warpgroup_linear_q6_k",
+        "batch_linear_q8",
+        "rms_norm_held",
+        "warpgroup",
+        "warpgroup_linear_q4_k",
+    ]
+
+
+def test_warpgroups_pass_a_layers_experts() -> None:
+    kind, rows, experts, width, inner_width = T.Q8_0, 33, 3, 128, 64
+    shapes = (kind, inner_width, width), (kind, inner_width, width), (kind, OUT, inner_width)
+    held, routes, x = (
+        Experts(experts, *shapes),
+        Routes.of(rows, experts),
+        normal(rows, width, seed=1),
+    )
+    program, arrays = layer(held, routes, x, inner_width, rows + 2, kind)
+    before = arrays["y"][:rows] = normal(rows, OUT, seed=2)
+    read = {"addresses", "rows", "tier", "logits"}
+    written = [array for name, array in arrays.items() if name not in read]
+    launches = card_launches(program, rows + 2, warpgroups=True)
+    assert [one.kernel.name for one in launches if one.kernel.name.startswith("warp")] == [
+        "warpgroup_halves",
+        "warpgroup_gate_up_q8_0_64",
+        "warpgroup_expert_q8_0_64",
+    ]
+    memory = gpu_simulator.Memory(written, [held.memory, *(arrays[name] for name in read)])
+    for one in launches:
+        gpu_launches.simulate(one, rows + 2, memory)
+    top_k = routes.chosen.shape[1]
+    starts, members, places = plain.expert_group(routes.chosen, experts)
+    gathered = plain.expert_gather(as_read(kind, x), members, top_k).astype(np.float64)
+    inner = plain.expert_gate_up(gathered, starts, held.weights(0), held.weights(1))
+    choices = rows * top_k
+    halves = arrays["inner"].ravel().view(np.float16)[: choices * inner_width] / ROWS_BY
+    halves = halves.reshape(choices, inner_width).astype(np.float64)
+    np.testing.assert_allclose(halves, inner[places], rtol=4e-3, atol=4e-3)
+    _, shares = plain.router_top_k(arrays["logits"][:rows], top_k, renormalise=True)
+    y = plain.expert_down(halves[members], starts, places, shares, held.weights(2), before)
+    np.testing.assert_allclose(arrays["y"][:rows], y, rtol=2e-3, atol=2e-3)
+    assert np.all(arrays["y"][rows:] == UNTOUCHED)
+
+
+def code_of(name: str, kind: TensorType, rows: int) -> tuple[GpuKernel, gpu_compile.Cubin]:
+    described = WARPGROUP_KERNELS[name]
+    kernel = described.find((kind, rows), {})
+    ptx = gpu_compile.ptx_code(kernel, described.kinds)
+    assert ".f64" not in ptx
+    return kernel, gpu_compile.link(ptx, "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rows"),
+    [
+        ("warpgroup_gate_up", T.Q4_K, 128),  # two blocks a multiprocessor
+        *(
+            pytest.param(f"warpgroup_{name}", kind, rows, marks=pytest.mark.slow)
+            for name in ("linear", "gate_up", "expert")
+            for kind in sorted(PACKED)
+            for rows in (64, 128, 256)
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_products_of_warpgroups_fit_their_registers(name: str, kind: TensorType, rows: int) -> None:
+    kernel, made = code_of(name, kind, rows)
+    assert made.registers <= kernel.registers
+    assert made.spill_bytes == 0
+
+
+def test_a_kernel_whose_products_wait_for_each_other_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = "wgmma.mma_async instructions are serialized due to the presence of Extern calls"
+    monkeypatch.setattr(gpu_compile, "_log", lambda *_: said)
+    with pytest.raises(AssertionError, match="batch_sum do not go on"):
+        gpu_compile.cubin_of(sum_kernel(), BATCH_KERNELS["batch_sum"].kinds, "sm_90")
