@@ -158,13 +158,16 @@ def test_a_kernel_becomes_code_of_other_cards(case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_a_router_becomes_code_of_other_cards() -> None:
-    norm = shaped("rms_norm", parts=1, width=2048)
+def test_a_router_and_what_chooses_behind_it_become_code_of_other_cards() -> None:
+    norm = shaped("rms_norm", parts=1, width=2048, x=1)
     linear = shaped("linear", T.F32, values=2048, outputs=128)
     route = shaped_for_card("route", experts=128, top_k=8)
-    (one,) = with_routers([norm, linear, *route])
-    assert isinstance(one, CardLaunch)
-    lower_kernel(one.kernel, one.kinds)
+    sizes = {"values": 2048, "outputs": 768, "top_k": 8}
+    gate_up = shaped_for_card("expert_gate_up", (T.Q4_K, T.Q4_K), **sizes)
+    router, early = with_routers([norm, linear, *route, *gate_up])
+    for one in (router, early):
+        assert isinstance(one, CardLaunch)
+        lower_kernel(one.kernel, one.kinds)
 
 
 @pytest.mark.slow

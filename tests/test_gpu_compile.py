@@ -111,7 +111,10 @@ def _rows_normed(kinds: Sequence[Sequence[T]]) -> Iterator[CardLaunch]:
     """Yield three products of a row that norm it."""
     for three in kinds:
         norm = shaped("rms_norm", parts=1, width=2048, x=1)
-        products = [shaped("linear", kind, values=2048, outputs=512) for kind in three]
+        products = [
+            shaped("linear", kind, values=2048, outputs=count)
+            for kind, count in zip(three, (4096, 512, 512), strict=True)
+        ]
         q, *others = products
         yield from card_launches((norm, q, *(one._replace(waits=False) for one in others)), 1)
 
@@ -163,7 +166,8 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     ready = _ready((128, 64) if lengths else (128,))
     attention = _in_own_order((128, 64) if lengths else (128,))
     early = _early(sorted(PACKED) if lengths else OF_EARLY)
-    rows = _rows_normed([(kind,) * 3 for kind in UNTABLED] if lengths else OF_QUERIES)
+    others = [(kind,) * 3 for kind in UNTABLED] if lengths else []
+    rows = _rows_normed([*OF_QUERIES, *others])
     for made in (*together, *normed, *routers, *ready, *early, *rows, *attention):
         found[made.kernel.name] = made
     return found

@@ -360,9 +360,7 @@ def attending(key_length: int, value_length: int) -> Attending:
         words = load_queries(_QUERIES, lane)
         best, chunk = f32(_MINUS_INFINITY), start
         while chunk < behind:
-            following = keys
-            if chunk + _ROUND < behind:
-                following = keys_of(first, chunk + _ROUND, lane, last, addresses, k_plane)
+            following = keys_of(first, chunk + _ROUND, lane, last, addresses, k_plane)
             found = score(words, keys[:key_words], keys[key_words:], no_scores())
             keys = following
             seen = last - chunk - 2 * t
@@ -390,9 +388,7 @@ def attending(key_length: int, value_length: int) -> Attending:
         scores = scores_at + 4 * thread
         chunk = start
         while chunk < behind:
-            more = values
-            if chunk + _ROUND < behind:
-                more = values_of(first, chunk + _ROUND, lane, last, addresses, v_plane)
+            more = values_of(first, chunk + _ROUND, lane, last, addresses, v_plane)
             a = exp(shared_load_f32(scores) - finite) * f32(_UNIT)
             b = exp(shared_load_f32(scores + 4 * _THREADS) - finite) * f32(_UNIT)
             c = exp(shared_load_f32(scores + 8 * _THREADS) - finite) * f32(_UNIT)

@@ -14,11 +14,6 @@ A row of a single run is joined by the block that has it. Of several runs the la
 head's joins all: the work space has them. That is one multiprocessor for each K/V head, so where a
 context has room for more runs than `_MOST_JOINED`, `combine` stays a launch.
 
-Few blocks have work, each time on other multiprocessors, so code is what they wait for longest. Of
-a short context it is fetched before its time: blocks do everything once for nothing while the
-launch in front runs, with the rope table in place of the row, and write what comes of it to the
-work space, which nobody reads then.
-
 The bits are those of `prepare`, attention and `combine` alone.
 """
 
@@ -29,6 +24,7 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import BLOCK_CELLS
+from strata_nb.kernels.gpu.activations import quantise_sub_block
 from strata_nb.kernels.gpu.attention_halves import (
     ADDRESSES,
     CHUNK,
@@ -45,10 +41,8 @@ from strata_nb.kernels.gpu.attention_halves import (
     tiles_of,
 )
 from strata_nb.kernels.gpu.card_launch import CardLaunch
-from strata_nb.kernels.gpu.combining import combine_kernel, four_of, joiner, of_one_run
-from strata_nb.kernels.gpu.held_rows import HELD, write_four
+from strata_nb.kernels.gpu.combining import combine_kernel, joiner, of_one_run
 from strata_nb.kernels.gpu.intrinsics import (
-    WARP,
     await_previous,
     barrier,
     block_x,
@@ -60,12 +54,11 @@ from strata_nb.kernels.gpu.intrinsics import (
     i64,
     load_4xf32,
     load_i64,
-    once_i64,
-    shared_load_4xf32,
     shared_load_4xi32,
     shared_load_f32,
     shared_store_f32,
     shared_store_i32,
+    store_f32,
     store_i32,
     thread_index,
 )
@@ -76,6 +69,7 @@ from strata_nb.kernels.gpu.rotation import rotator
 from strata_nb.kernels.gpu.runs import room_for_runs
 from strata_nb.kernels.program import Launch
 from strata_nb.kernels.runs import RUN_BLOCKS, RUN_CELLS, runs_of
+from strata_nb.packing import SUB_BLOCK
 
 _HALVES = ("f16", "f16")
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
@@ -141,7 +135,7 @@ def _together(
     joins = runs_of(given["table_width"]) <= _MOST_JOINED and tiles <= MOST_COUNTED
     words = {**given, **ready, **combine.arguments}
     return CardLaunch(
-        ready_attention_kernel(*lengths, group, ready["planes"], ready["halves"] != 0, joins),
+        ready_attention_kernel(*lengths, group, joins),
         attention.label,
         {**given, **{name: words[name] for name, _ in _READY}},
         (*attention.kinds, *(kind for _, kind in _READY)),
@@ -262,28 +256,25 @@ def _four_rotated(x: int, angles: int, lane: int, length: int, planes: int, halv
 
 
 @cache
-def _ender(key_length: int, value_length: int, place: int) -> Function:
-    """Return a function that writes the result of a row with a single run as `combine` does:
-    (out, packed, heads, first_head, used, thread). All threads take part.
-
-    Values go through shared memory, from `place` on: each warp has a head, in an order in which
-    those that sum use all banks, and to be quantised a thread has four neighbours.
-    """
+def _ender(key_length: int, value_length: int) -> Function:
+    """Return a function that writes the result of a row with a single run, a head a warp, as
+    `combine` does: (out, packed, heads, first_head, used, warp, lane)."""
     sum_of, total_of, maximum_of = results_of(key_length, value_length)
-    head_fours = value_length // HELD
+    sub_blocks_of_head = value_length // SUB_BLOCK
 
-    def end(out: int, packed: int, heads: int, first_head: int, used: int, thread: int) -> None:
-        warp, number = thread >> 5, thread & WARP - 1
-        if warp < used:
-            total, largest = total_of(warp), maximum_of(warp)
-            while number < value_length:
-                value = of_one_run(sum_of(warp, number), total, largest)
-                shared_store_f32(place + 4 * (value_length * warp + number), value)
-                number += WARP
-        barrier()
-        four = four_of(thread, head_fours * used)
-        values = shared_load_4xf32(place + 4 * HELD * four)
-        write_four(values, head_fours * first_head + four, out, packed, value_length * heads >> 5)
+    def end(
+        out: int, packed: int, heads: int, first_head: int, used: int, warp: int, lane: int
+    ) -> None:
+        if warp >= used:
+            return
+        total, largest, part = total_of(warp), maximum_of(warp), 0
+        first = sub_blocks_of_head * (first_head + warp)
+        while part < sub_blocks_of_head:
+            value = of_one_run(sum_of(warp, SUB_BLOCK * part + lane), total, largest)
+            store_f32(out + 4 * (SUB_BLOCK * (first + part) + lane), value)
+            if packed != 0:
+                quantise_sub_block(value, lane, packed, sub_blocks_of_head * heads, first + part)
+            part += 1
 
     return end
 
@@ -293,20 +284,18 @@ def _ender(key_length: int, value_length: int, place: int) -> Function:
 
 @cache
 def ready_attention_kernel(
-    key_length: int, value_length: int, group: int, planes: int, halves: bool, joins: bool
+    key_length: int, value_length: int, group: int, joins: bool
 ) -> GpuKernel:
     """Return `attention` of `attention_halves.py` for one row, with what `prepare` does.
 
-    planes, halves   of the rotation, as `prepare` has them
-    joins            and what `combine` does: it writes no work space where the row has a single
-                     run
+    joins   and what `combine` does: it writes no work space where the row has a single run
 
-    Shared memory, while nobody attends: normed heads of the warps, and one key. Behind all that who
-    attends has: the row's own key and value, in the end the results; weights of queries, of keys;
-    cosines, then sines.
+    Shared memory, while nobody attends: normed heads of the warps, and one key; weights of queries,
+    of keys; cosines, then sines. Behind all that who attends has: the row's own key and value.
     """
     announce, keys_of, values_of, keep_query, attend = attending(key_length, value_length)
     write, join = run_writer(key_length, value_length), joiner(value_length)
+    end = _ender(key_length, value_length)
     load, keep = heads_of(key_length)
     replaced_keys = _replacer_of_keys(key_length // 32)
     replaced_values = _replacer_of_values(value_length // 64)
@@ -314,14 +303,11 @@ def ready_attention_kernel(
     tiles = tiles_of(group)
     heads_at = weights_at = free_bytes_at(key_length)
     own_head = heads_at + 4 * key_length * WARPS
-    own_key = attending_bytes(key_length, value_length)
-    own_value = own_key + 2 * key_length
-    q_weights = own_key + max(2 * (key_length + value_length), 4 * TILE * value_length)
+    q_weights = own_head + 4 * key_length
     k_weights = q_weights + 4 * key_length
     angles = k_weights + 4 * key_length
-    own_bytes = angles + 8 * planes - own_key
-    end = _ender(key_length, value_length, own_key)
-    longest = max(key_length, value_length)
+    own_key = attending_bytes(key_length, value_length)
+    own_value = own_key + 2 * key_length
 
     def attention(
         rows: int,
@@ -344,8 +330,8 @@ def ready_attention_kernel(
         v: int,
         q_weight: int,
         k_weight: int,
-        _planes: int,
-        _halves: int,
+        planes: int,
+        halves: int,
         eps: Any,
         packed: int,
     ) -> None:
@@ -375,73 +361,61 @@ def ready_attention_kernel(
         is_own = runs_behind == 0  # the row's own cell is in one of the block's runs
         own_block = load_i64(line + 8 * (position >> _BLOCK_SHIFT))
         barrier()
-        is_alone = joins and last_run == 0
+        first, addresses, buffer = run << _RUN_SHIFT, i64(ADDRESSES), i64(0)
+        start, last = first + CHUNK * warp, min(position, first + RUN_CELLS - 1)
+        # Others may write the row's own cell now: in its place the one before is read.
+        before = max(min(position - 1, last), first)
+        keys = keys_of(first, start, lane, before, addresses, k_plane)
+        values = values_of(first, start, lane, before, addresses, v_plane)
+        await_previous()
+
+        # A warp has a head, and where there are too few of something the last one again.
         first_head, used = group * kv_head + first_of_tile, min(group - first_of_tile, TILE)
-        head, cell = heads_at + 4 * key_length * warp, position & BLOCK_CELLS - 1
-        room, buffer = room_for_runs(table_width), i64(0)
-        turn = i64(1 if is_alone and 2 * planes * (position + 1) >= longest else 2)
+        head = heads_at + 4 * key_length * warp
+        query = load(q + 4 * key_length * (first_head + min(warp, used - 1)), lane)
+        key = load(k + 4 * key_length * kv_head, lane)
+        value = load_4xf32(v + 4 * value_length * kv_head + 16 * min(lane, value_length // 4 - 1))
+        keep(query, head, q_weights if q_weight != 0 else -1, lane, eps)
+        cell = position & BLOCK_CELLS - 1
+        if is_own and warp == 0:
+            keep(key, own_head, k_weights if k_weight != 0 else -1, lane, eps)
+        if is_own and warp == 1:
+            place = own_block + v_plane + 2 * value_length * cell
+            _store_four(value, lane, value_length, own_value, place)
+        barrier()
+        keep_query(warp, lane, _four_rotated(head, angles, lane, key_length, planes, halves))
+        if is_own and warp == 0:
+            rotated = _four_rotated(own_head, angles, lane, key_length, planes, halves)
+            place = own_block + k_plane + 2 * key_length * cell
+            _store_four(rotated, lane, key_length, own_key, place)
+        room = room_for_runs(table_width)
+        barrier()
+        own = position - start
+        if run == last_run and own < CHUNK:
+            keys = replaced_keys(keys, own, lane, own_key)
+            values = replaced_values(values, own, lane, own_value)
         while True:
-            # Computed where it stands: else some turns have code of their own.
-            is_real, is_first = once_i64(turn) > 1, once_i64(turn) <= 2
-            first, addresses = run << _RUN_SHIFT, ADDRESSES + 8 * RUN_BLOCKS * buffer
-            start, last = first + CHUNK * warp, min(position, first + RUN_CELLS - 1)
-            # Others may write the row's own cell now: in its place the one before is read.
-            seen = max(min(position - 1, last), first) if is_first else last
-            keys = keys_of(first, start, lane, seen, addresses, k_plane)
-            values = values_of(first, start, lane, seen, addresses, v_plane)
-            if is_first:
-                if is_real:
-                    await_previous()
-                # A warp has a head, and where there are too few of something the last one again.
-                of_query = q + 4 * key_length * (first_head + min(warp, used - 1))
-                of_value = v + 4 * value_length * kv_head
-                query = load(of_query if is_real else table, lane)
-                key = load(k + 4 * key_length * kv_head if is_real else table, lane)
-                value = load_4xf32(
-                    (of_value if is_real else table) + 16 * min(lane, value_length // 4 - 1)
-                )
-                keep(query, head, q_weights if q_weight != 0 else -1, lane, eps)
-                if is_own and warp == 0:
-                    keep(key, own_head, k_weights if k_weight != 0 else -1, lane, eps)
-                if is_own and warp == 1:
-                    place = own_block + v_plane + 2 * value_length * cell
-                    _store_four(value, lane, value_length, own_value, place if is_real else work)
-                barrier()
-                keep_query(
-                    warp, lane, _four_rotated(head, angles, lane, key_length, planes, halves)
-                )
-                if is_own and warp == 0:
-                    rotated = _four_rotated(own_head, angles, lane, key_length, planes, halves)
-                    place = own_block + k_plane + 2 * key_length * cell
-                    _store_four(rotated, lane, key_length, own_key, place if is_real else work)
-            barrier()  # queries and the row's own cell are there, or what came of a run was read
-            own = position - start
-            if is_first and run == last_run and own < CHUNK:
-                keys = replaced_keys(keys, own, lane, own_key)
-                values = replaced_values(values, own, lane, own_value)
             buffer = 1 - buffer
             if run + step <= last_run and lane == 0:
                 announce(run + step, line, position, warp, buffer, k_plane, v_plane)
             attend(keys, values, first, start, last, addresses, k_plane, v_plane, scale, thread)
             barrier()
-            if is_alone:
-                target = packed if is_real or packed == 0 else work
-                end(out if is_real else work, target, heads, first_head, used, thread)
-                if is_real:
-                    return
-                barrier()
-                buffer = i64(0)
-            else:
-                write(work, first_head, used, run, room, thread)
-                run += step
-                if run > last_run:
-                    break
-            turn += 1
+            if joins and last_run == 0:
+                end(out, packed, heads, first_head, used, warp, lane)
+                return
+            write(work, first_head, used, run, room, thread)
+            run += step
+            if run > last_run:
+                break
+            first, addresses = run << _RUN_SHIFT, ADDRESSES + 8 * RUN_BLOCKS * buffer
+            start, last = first + CHUNK * warp, min(position, first + RUN_CELLS - 1)
+            keys = keys_of(first, start, lane, last, addresses, k_plane)
+            values = values_of(first, start, lane, last, addresses, v_plane)
+            barrier()  # what came of the run was read
         if joins and is_last(rows + COUNTED + 4 * tile, min(step, last_run + 1), thread, i64(0)):
             join(work, first_head, used, last_run + 1, room, weights_at, out, packed, heads, thread)
 
-    rotation = f"{planes}{'halves' if halves else 'pairs'}"
-    name = f"attention_halves_ready_{key_length}_{value_length}_{group}_{rotation}"
-    name += _JOINED if joins else ""
+    name = f"attention_halves_ready_{key_length}_{value_length}_{group}{_JOINED if joins else ''}"
+    own_bytes = 2 * (key_length + value_length)
     made = attention_kernel_of(name, attention, key_length, value_length, group, own_bytes)
     return made._replace(spills=_SPILLS)

@@ -52,7 +52,6 @@ ARGUMENTS = (
 """Of the kernel, by name and kind. packed: the quantised rows, 0: not wanted."""
 
 _RUN_SHIFT = RUN_CELLS.bit_length() - 1
-_TOGETHER = 8  # threads that have a sub-block
 _AT_ONCE = 8  # runs whose values are on their way together
 _MINUS_INFINITY = float("-inf")
 
@@ -145,14 +144,6 @@ def _fours_joined(runs: int) -> Function:
     return several
 
 
-def four_of(thread: Any, count: Any) -> Any:
-    """Return which four values of so many fours a thread has.
-
-    Threads behind them repeat the last sub-block, whose eight threads are quantised together.
-    """
-    return thread if thread < count else count - _TOGETHER + (thread & _TOGETHER - 1)
-
-
 @cache
 def joiner(value_length: int) -> Function:
     """Return a device function that joins the runs of a row's heads, in one block of threads.
@@ -203,7 +194,9 @@ def joiner(value_length: int) -> Function:
             )
             weigh(maxima, maxima + 4 * room, runs, weights + of_head * warp, thread & WARP - 1)
         barrier()
-        four = four_of(thread, used << head_shift)
+        # Threads that have no values repeat the last sub-block, whose eight threads go together.
+        limit = used << head_shift
+        four = thread if thread < limit else limit - 8 + (thread & 7)
         head, within = four >> head_shift, four & threads_of_head - 1
         place = work_of(work, first_head + head, room, value_length) + 4 * HELD * within
         own = weights + of_head * head

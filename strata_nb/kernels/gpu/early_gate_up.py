@@ -1,20 +1,17 @@
-"""`expert_gate_up` of a single row behind `router`, which it hardly waits for.
+"""`expert_gate_up` of a single row behind `router`, whose blocks choose their experts.
 
-A block norms the row itself, and finds out its expert by posted logits (`early_choice.py`): of what
-the router does behind them it needs nothing. So it asks for its weights when the router's last
-block begins to choose, and waits for that launch between the first tiles and the second, because
-others rely on it.
+A block finds out its expert by posted logits (`early_choice.py`) and asks for its first tiles of
+weights; only then does it wait for the router's launch, which has the row.
 
-The products are those of `expert_gate_up.py`, in the same order, and so are the bits.
+The products are those of `experts.py`, in the same order, and so are the bits.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 from strata_nb.formats import TensorType
-from strata_nb.kernels.gpu.binding import with_loads, with_shared
+from strata_nb.kernels.gpu.binding import with_loads
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.early_choice import early_choice, may_choose_early
 from strata_nb.kernels.gpu.expert_gate_up import (
@@ -31,7 +28,6 @@ from strata_nb.kernels.gpu.expert_gate_up import (
 )
 from strata_nb.kernels.gpu.experts import in_sixteens, reads_of
 from strata_nb.kernels.gpu.filling import ADDRESS, COMES, bringer
-from strata_nb.kernels.gpu.held_rows import may_norm, row_norm, write_four
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     await_previous,
@@ -39,12 +35,10 @@ from strata_nb.kernels.gpu.intrinsics import (
     block_x,
     block_z,
     f32,
-    i32,
     i64,
     keep,
     load_i64,
     once_i64,
-    prefetch,
     shared_store_f32,
     thread_index,
 )
@@ -53,24 +47,19 @@ from strata_nb.kernels.gpu.products import row_bytes_of, row_sum
 from strata_nb.kernels.gpu.tables import table_bytes, table_filler
 from strata_nb.kernels.gpu.tile_rows import tiles_of
 from strata_nb.kernels.gpu.tiles import tile_product
-from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK, UNPACKED
 
 _SPILLING = LARGE | {TensorType.Q5_K}  # which do not quite fit 64 registers on newer cards
 _SPILLS = 64  # bytes
 
 _EARLY = (
-    ("residual", "address"),
-    ("norm_weight", "address"),
-    ("eps", "float"),
     ("posts", "address"),
     ("stamp", "integer"),
     ("addresses", "address"),
     ("plan", "address"),
     ("forced", "address"),
 )
-"""Arguments behind those of `expert_gate_up`, by name and kind: of the router's norm, and of who
-chooses early."""
+"""Arguments behind those of `expert_gate_up`, by name and kind: of who chooses early."""
 
 
 def early_gate_up(launch: CardLaunch, router: Arguments) -> CardLaunch | None:
@@ -80,16 +69,15 @@ def early_gate_up(launch: CardLaunch, router: Arguments) -> CardLaunch | None:
     gate, up = launch.variant
     experts, width = router["experts"], given["values"]
     is_packed = not {gate, up} & UNPACKED
-    if not is_packed or experts > GATE_UP_THREADS or not may_norm(width, GATE_UP_THREADS):
+    if not is_packed or experts > GATE_UP_THREADS:
         return None
     of_these = given["blobs"] == router["blobs"] and given["x"] == router["packed"]
     if not of_these or given["rows"] != router["rows"]:
         return None
-    words = {**router, "residual": router["x"]}
     kernel = early_gate_up_kernel(gate, up, width, given["outputs"], experts, router["top_k"])
     return launch._replace(
         kernel=kernel,
-        arguments={**given, **{name: words[name] for name, _ in _EARLY}},
+        arguments={**given, **{name: router[name] for name, _ in _EARLY}},
         kinds=(*launch.kinds, *(kind for _, kind in _EARLY)),
     )
 
@@ -100,11 +88,8 @@ def early_gate_up_kernel(
 ) -> GpuKernel:
     """Return the kernel of packed weights; a row has top_k of so many experts.
 
-    Grid and reads are those of `expert_gate_up`; each block reads the row, and the weights of its
-    norm, as well.
-
-    Shared memory: sums of parts, tables, what `early_choice` has, the quantised row, sums of the
-    norm.
+    Grid and reads are those of `expert_gate_up`. Shared memory: sums of parts, tables, what
+    `early_choice` has.
     """
     sub_blocks, is_whole = values // SUB_BLOCK, outputs % GROUP_ROWS == 0
     gate_table = 2 * SUMS_BYTES * PARTS
@@ -112,35 +97,26 @@ def early_gate_up_kernel(
     up_table = gate_table if is_one_type else gate_table + table_bytes(gate_kind)
     choice_at = _in_steps(up_table + table_bytes(up_kind))
     find, choice_bytes = early_choice(experts, top_k, GATE_UP_THREADS, choice_at)
-    row_at = _in_steps(choice_at + choice_bytes)
-    norm_at = row_at + SUB_BLOCK_BYTES * sub_blocks
     gate_tile = tile_product(gate_kind, sub_blocks, gate_table)
     up_tile = tile_product(up_kind, sub_blocks, up_table)
-    read_gate, add_gate = with_loads(gate_tile.read), with_shared(gate_tile.add)
-    read_up, add_up = with_loads(up_tile.read), with_shared(up_tile.add)
+    read_gate, add_gate = map(with_loads, gate_tile)
+    read_up, add_up = map(with_loads, up_tile)
     fill_gate = table_filler(gate_kind, gate_table, GATE_UP_THREADS)
     fill_up = table_filler(up_kind, up_table, GATE_UP_THREADS)
     gate_bytes = row_bytes_of(gate_kind)(sub_blocks)
     up_bytes = row_bytes_of(up_kind)(sub_blocks)
-    are_aligned = is_whole and in_sixteens(gate_bytes) and in_sixteens(up_bytes)
     bring_gate = bringer(in_sixteens(gate_bytes), GATE_UP_THREADS)
     bring_up = bringer(in_sixteens(up_bytes), GATE_UP_THREADS)
     tiles = tiles_of(sub_blocks)
     kinds = {gate_kind, up_kind}
     are_kept = not kinds & (WIDE | LARGE)
     are_two = tiles == 2 * PARTS and TensorType.Q8_0 not in kinds
-    to_shared = with_shared(write_four)
-
-    def write(four: Any, number: Any, out: Any, packed: Any) -> None:
-        to_shared(four, number, out, packed, sub_blocks)
-
-    fetch, norm, each = row_norm(values, GATE_UP_THREADS, write)
 
     def gate_up(
         rows: int,
         blobs: int,
         sources: int,
-        _x: int,
+        x: int,
         inner: int,
         packed: int,
         gate_offset: int,
@@ -149,9 +125,6 @@ def early_gate_up_kernel(
         _values: int,
         outputs: int,
         _row_bytes: int,
-        residual: int,
-        norm_weight: int,
-        eps: Any,
         posts: int,
         stamp: int,
         addresses: int,
@@ -171,23 +144,16 @@ def early_gate_up_kernel(
         gate_at = once_i64(gate_offset + first * gate_bytes)
         up_at = once_i64(up_offset + first * up_bytes)
         of_block = min(outputs - block, SUB_BLOCK)
-        here, norm_weights = load_i64(rows), fetch(norm_weight, thread)
+        here = load_i64(rows)
         fill_gate(thread)
         if not is_one_type:
             fill_up(thread)
-        each(norm(residual, norm_weights, thread, eps, norm_at), thread, 0, row_at)
-        barrier()
         word = i64(0)
         if here > 0 and may_choose_early(plan, forced):
             word = find(posts, stamp, addresses, thread, choice, here)
         word = once_i64(word)  # one path from here on, not one for each reason
         is_early = word != 0
-        if is_early:
-            if are_aligned and thread == 0:
-                prefetch(word + before_gate, i32(of_block * gate_bytes))
-            if are_aligned and thread == WARP:
-                prefetch(word + before_up, i32(of_block * up_bytes))
-        else:
+        if not is_early:
             await_previous()
             if here == 0:
                 return
@@ -199,20 +165,28 @@ def early_gate_up_kernel(
             barrier()
             word = load_i64(blobs + 8 * choice)
         blob = word & ADDRESS
-        of_gate, of_up = blob + gate_at, blob + up_at
+        of_gate, of_up, of_row = blob + gate_at, blob + up_at, once_i64(x)
         gate, up, tile, turn = f32(0.0), f32(0.0), part, 0
+        if not are_two and is_early:
+            await_previous()
+        if are_two:
+            gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
+            up_words = read_up(of_up, rows_here, row, quarter, tile)
+            if are_kept:
+                keep()
+            if is_early:
+                await_previous()
+            gate = add_gate(gate, gate_words, of_row, quarter, tile)
+            up = add_up(up, up_words, of_row, quarter, tile)
+            tile, turn = tile + PARTS, 1
         while turn < 2 if are_two else tile < tiles:
             gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
             up_words = read_up(of_up, rows_here, row, quarter, tile)
             if are_kept:
                 keep()
-            if are_two and turn == 1 and is_early:
-                await_previous()
-            gate = add_gate(gate, gate_words, row_at, quarter, tile)
-            up = add_up(up, up_words, row_at, quarter, tile)
+            gate = add_gate(gate, gate_words, of_row, quarter, tile)
+            up = add_up(up, up_words, of_row, quarter, tile)
             tile, turn = tile + PARTS, turn + 1
-        if not are_two and is_early:
-            await_previous()
         gate, up = row_sum(gate), row_sum(up)
         if lane < GROUP_ROWS:
             place = SUMS_BYTES * part + 4 * (GROUP_ROWS * number + lane)
@@ -224,13 +198,14 @@ def early_gate_up_kernel(
             up = sum_of_parts(4 * lane + SUMS_BYTES * PARTS)
             finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
+    shared_bytes = choice_at + choice_bytes
     shape = f"{gate_kind.name}_{up_kind.name}_{values}_{top_k}_of_{experts}".lower()
     return GpuKernel(
         f"early_gate_up_{shape}{'' if is_whole else '_odd'}",
         gate_up,
         GATE_UP_THREADS,
         gate_up_grid,
-        lambda _: norm_at + 4 * WARP,
+        lambda _: shared_bytes,
         # Two blocks of a multiprocessor, so that all blocks of a row run at once on a large card.
         MOST_REGISTERS if kinds & WIDE else 64,
         reads_of(gate_kind, up_kind),
