@@ -430,7 +430,7 @@ def test_only_a_backend_that_attends_in_runs_gets_space_for_them(tmp_path: Path)
 def test_what_is_kept_beside_quantised_rows_keeps_no_row_from_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make(tmp_path, *CASES[0])
+    path = make(tmp_path, "qwen3moe", "packed")
     with opened(path) as found:
         of_rows = found.buffers.size_bytes
     monkeypatch.setattr(RecordingBackend, "beside_row_bytes", lambda self, values: 2 * values)
