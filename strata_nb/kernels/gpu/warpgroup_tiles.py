@@ -127,11 +127,10 @@ def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
             put(i32(at + place), weights, table, turn)
             await_older_copies()
             publish()
-            await_older_products()
-            barrier()
-            # Behind the barrier, or the linker moves loads in front of what waits for them.
             weights = following
             following = read_tile(of_weights, sub_blocks, i32(tile + 3), last)
+            await_older_products()
+            barrier()
             x_at = i32(x_at + step & turns)
             tile += 1
         await_copies()
