@@ -376,7 +376,7 @@ def test_a_card_with_warpgroups_multiplies_by_them_unless_bits_shall_be_those_of
     with closing(HostTable(1)) as cards, closing(CudaDriver(cards)) as driver:
         backend = CardBackend("cuda", driver, 0, idle, 1, has_warpgroups=True)
         backend.same_bits = same_bits
-        product = shaped("linear", TensorType.Q4_K, values=256, outputs=64)
+        product = shaped("linear", TensorType.Q4_K, values=256, outputs=4096)
         (*_, last) = backend.launches((product,), 512)
         (alone,) = backend.launches((product,), 1)
         assert last.kernel.name.startswith("batch" if same_bits else "warpgroup")

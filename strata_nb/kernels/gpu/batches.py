@@ -37,7 +37,6 @@ from strata_nb.kernels.gpu.grouping import count_kernel, group_kernel
 from strata_nb.kernels.gpu.one_row import warps_of
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED, card_kernel
 from strata_nb.kernels.gpu.warpgroup_launches import (
-    FEWEST_ROWS,
     WARPGROUP_KERNELS,
     halves_at,
     rows_of_block,
@@ -91,12 +90,13 @@ def with_batches(
         layer = [one for one in program[number : number + len(FUSED)] if isinstance(one, Launch)]
         if isinstance(one, Launch) and one.kernel == "linear" and one.variant in PACKED:
             given = arguments_of(one)
-            if warpgroups and takes(given["values"]) and rows >= FEWEST_ROWS:
+            of_block = rows_of_block(rows, given["outputs"])
+            if warpgroups and takes(given["values"]) and of_block:
                 halves = halves_at(given["x"], rows, given["values"])
                 if halved != halves:
                     yield _part("warpgroup_halves", one.label, given | {"halves": halves})
                 halved = halves
-                variant = one.variant, rows_of_block(rows, given["outputs"])
+                variant = one.variant, of_block
                 yield _part("warpgroup_linear", one.label, given | {"x": halves}, variant)
             else:
                 words = given | {"parts": warps_of(given["values"])}

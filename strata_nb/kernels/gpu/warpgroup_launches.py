@@ -23,9 +23,11 @@ from strata_nb.kernels.gpu.warpgroup_products import (
 from strata_nb.kernels.gpu.warpgroup_tiles import OUTPUTS
 from strata_nb.kernels.quantised_rows import row_bytes
 
-FEWEST_ROWS = 64  # of a step: with fewer, products of bytes read less
-_FEWEST_CHOICES = 8  # of an expert, on average: likewise
-_FEWEST_BLOCKS = 128  # of a launch with large blocks: about what a card of 9.0 runs at once
+# What products of bytes do sooner on an H200: fewer choices of an expert, on average, and fewer
+# blocks of 128 rows.
+_FEWEST_CHOICES = 24
+_FEWEST_BLOCKS = 48
+_MANY_BLOCKS = 128  # of 256 rows: about what a card runs at once
 
 
 def _find(kernel: Any) -> Any:
@@ -69,11 +71,12 @@ def takes(values: int) -> bool:
 
 
 def rows_of_block(rows: int, outputs: int) -> int:
-    """Return how many rows a block of a dense product has: as many as leave enough blocks."""
-    for some in (256, 128):
-        if -(-rows // some) * -(-outputs // OUTPUTS) >= _FEWEST_BLOCKS:
-            return some
-    return 64
+    """Return how many rows a block of a dense product has, so that there are enough blocks; 0 where
+    they are too few for warpgroups."""
+    columns = -(-outputs // OUTPUTS)
+    if -(-rows // 256) * columns >= _MANY_BLOCKS:
+        return 256
+    return 128 if -(-rows // 128) * columns >= _FEWEST_BLOCKS else 0
 
 
 def rows_of_tile(rows: int, top_k: int, experts: int) -> int:

@@ -59,7 +59,6 @@ WARPGROUPS = 2
 THREADS = WARPGROUPS * WARPGROUP
 OUTPUTS = WARPGROUPS * M  # of a block
 APART = OUTPUTS + 4  # floats between rows of sums, so that lanes have banks of their own
-LATE = False
 _FEWEST = 64  # rows that are multiplied at once, at least
 _NEXT = K // SUB_BLOCK  # sub-blocks from a tile to the next
 # Shared memory: tiles of weights, and of rows, each of which take turns.
@@ -95,7 +94,7 @@ def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
     """
     read, put = decoder_of(kind).read, put_weights(kind)
     copy, add = copy_rows(rows // ROWS_AT_ONCE), multiply(rows)
-    step, late = ROW_BYTES * rows, LATE
+    step = ROW_BYTES * rows
     turns = _TILES_OF_ROWS * step - 1
 
     def read_tile(of_weights: Any, sub_blocks: int, tile: int, last: int) -> Any:
@@ -127,14 +126,11 @@ def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
             at = i32(at + _WEIGHTS if at < _LAST_WEIGHTS else 0)
             put(i32(at + place), weights, table, turn)
             await_older_copies()
-            publish()  # which waits for what was loaded before
+            publish()
             weights = following
-            if not late:
-                following = read_tile(of_weights, sub_blocks, i32(tile + 3), last)
+            following = read_tile(of_weights, sub_blocks, i32(tile + 3), last)
             await_older_products()
             barrier()
-            if late:
-                following = read_tile(of_weights, sub_blocks, i32(tile + 3), last)
             x_at = i32(x_at + step & turns)
             tile += 1
         await_copies()
