@@ -43,7 +43,7 @@ from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.pooled import PoolPlaces
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES, plain_read_launch
-from strata_nb.kernels.gpu.warpgroup_launches import room_of_halves
+from strata_nb.kernels.gpu.warpgroup_launches import BYTES_OF_HALVES
 from strata_nb.kernels.pool_state import WORDS
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
@@ -188,7 +188,11 @@ class CardBackend:
         return MOST_ROWS if most >= LARGE_CARD_BYTES else USUAL_ROWS
 
     def packed_row_bytes(self, values: int) -> int:
-        return row_bytes(values) + (room_of_halves(values) if self._by_warpgroups else 0)
+        return row_bytes(values)
+
+    @property
+    def bytes_beside(self) -> int:
+        return BYTES_OF_HALVES if self._by_warpgroups else 0
 
     # Programs.
 

@@ -41,6 +41,8 @@ class NumpyBackend:
         self.has_slots = device != "host"
         self.driver = HostDriver(parse_host_devices(device))
 
+    bytes_beside = 0
+
     def packed_row_bytes(self, values: int) -> int:
         return 4 * values
 

@@ -44,6 +44,7 @@ class RecordingBackend:
     of_host, most_rows, outside_bytes, reserve_bytes = True, None, 0, 0
     batches_apart, gathers_rows, pools = False, True, False
     warnings: Sequence[str] = ()
+    bytes_beside = 0
 
     def __init__(self, *, chooses_tokens: bool = True, attends_in_runs: bool = True) -> None:
         self.chooses_tokens, self.attends_in_runs = chooses_tokens, attends_in_runs

@@ -43,7 +43,8 @@ class Activation(NamedTuple):
 class Emitter:
     """Collect the launches of a model.
 
-    packed_row_bytes   bytes of a buffer for a quantised row of so many values, on this backend
+    packed_row_bytes   bytes of a quantised row of so many values, on this backend
+    bytes_beside       what buffers of such rows have behind them, for each value
     chooses_tokens     whether this backend draws tokens
     attends_in_runs    whether its attention needs work space for runs of cells
     gathers_rows       whether rows are brought into the order of experts, or read where they are
@@ -58,6 +59,7 @@ class Emitter:
         max_rows: int,
         head_rows: int,
         packed_row_bytes: Callable[[int], int],
+        bytes_beside: int,
         chooses_tokens: bool,
         attends_in_runs: bool,
         gathers_rows: bool,
@@ -67,6 +69,7 @@ class Emitter:
         self._buffers = buffers
         self._max_rows, self._head_rows = max_rows, head_rows
         self._packed_row_bytes = packed_row_bytes
+        self._bytes_beside = bytes_beside
         self._chooses_tokens = chooses_tokens
         self._attends_in_runs = attends_in_runs
         self._gathers_rows = gathers_rows
@@ -445,7 +448,7 @@ class Emitter:
         kinds = [self._places.tensors[f"{one}.weight"].kind for one in consumers]
         if not any(kind in PACKED for kind in kinds):
             return Activation(width, floats, 0)
-        packed = self._buffer(f"{name}.packed", self._packed_row_bytes(width) * self._max_rows)
+        packed = self._packed(name, width, self._max_rows)
         self._add(
             "quantise",
             f"{name}.quantise",
@@ -492,8 +495,13 @@ class Emitter:
         if needs_floats or any(kind not in PACKED for kind in kinds):
             floats = self._floats(name, width, rows)
         if any(kind in PACKED for kind in kinds):
-            packed = self._buffer(f"{name}.packed", self._packed_row_bytes(width) * rows)
+            packed = self._packed(name, width, rows)
         return Activation(width, floats, packed)
+
+    def _packed(self, name: str, width: int, rows: int) -> int:
+        """Return a buffer for quantised rows, and what the backend puts behind them."""
+        each = self._packed_row_bytes(width) + self._bytes_beside * width
+        return self._buffer(f"{name}.packed", each * rows)
 
     def _row_bytes(self, kind: TensorType, width: int) -> int:
         return self._packed_row_bytes(width) if kind in PACKED else _FLOAT * width
