@@ -240,7 +240,8 @@ def compile_pool(parts: Parts, say: Callable[[str], None]) -> None:
     ]
     missing = [one for one in functions if isinstance(one, Compiled) and not one.is_at_hand()]
     if missing:
-        say(f"compiling {len(missing)} functions of the CPU pool for this processor, once")
+        functions_text = "1 function" if len(missing) == 1 else f"{len(missing)} functions"
+        say(f"compiling {functions_text} of the CPU pool for this processor, once")
     for one in missing:
         one.made()
 

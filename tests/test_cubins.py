@@ -50,7 +50,7 @@ def test_a_second_start_compiles_nothing(folder: Path, request: pytest.FixtureRe
     said: list[str] = []
     told: list[tuple[int, int]] = []
     first = Cubins("sm_90")(WANTED, lambda *done: told.append(done), said.append)
-    assert said == ["compiling 1 kernel for sm_90, which is kept for later"]
+    assert said == ["compiling 1 kernel for sm_90, once"]
     assert told == [(0, 1), (1, 1)]
     request.getfixturevalue("no_compiler")
     assert Cubins("sm_90")(WANTED, None, said.append) == first
@@ -74,7 +74,7 @@ def test_another_process_makes_the_same_code(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(cpu, "physical_cores", lambda: 2)
     said: list[str] = []
     found = Cubins("sm_90")(wanted, None, said.append)
-    assert said == ["compiling 4 kernels for sm_90 in 2 processes, which is kept for later"]
+    assert said == ["compiling 4 kernels for sm_90, once, in 2 processes"]
     assert len(here) == 1
     for kernel, kinds in wanted[-2:]:
         assert found[kernel.name] == gpu_compile.cubin_of(kernel, kinds, "sm_90")

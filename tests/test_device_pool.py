@@ -373,6 +373,9 @@ def test_what_threads_call_is_compiled_before_they_start(monkeypatch: pytest.Mon
     compile_pool([{EXPERT_PARTS[0]: ExpertPart(0, T.Q4_K, (64, 64))}], said.append)
     assert {*host_pool.FUNCTIONS, matrix_functions(T.Q4_K).few} == set(made)
     assert said == [f"compiling {len(made)} functions of the CPU pool for this processor, once"]
+    monkeypatch.setattr(Compiled, "is_at_hand", lambda one: one is not made[-1])
+    compile_pool([{EXPERT_PARTS[0]: ExpertPart(0, T.Q4_K, (64, 64))}], said.append)
+    assert said[1:] == ["compiling 1 function of the CPU pool for this processor, once"]
 
 
 def test_a_pool_knows_of_each_layer_where_its_experts_are_and_how_they_are_packed() -> None:

@@ -76,9 +76,9 @@ class Cubins:
 
     def _compile(self, missing: Sequence[_Kernel], progress: Progress | None, say: Say) -> None:
         processes = processes_for(len(missing), _MOST_PROCESSES)
-        together = f" in {processes} processes" if processes > 1 else ""
+        together = f", in {processes} processes" if processes > 1 else ""
         kernels = "1 kernel" if len(missing) == 1 else f"{len(missing)} kernels"
-        say(f"compiling {kernels} for {self.target}{together}, which is kept for later")
+        say(f"compiling {kernels} for {self.target}, once{together}")
         request = [one.parts for one in missing] if processes > 1 else []
         compile_together(
             missing,
