@@ -17,6 +17,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from importlib import import_module
 
 import strata_nb
@@ -84,6 +85,9 @@ def _report(error: BaseException) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv` (without the program's name) and return the exit status."""
+    if sys.stderr is None:  # closed, which asks for silence
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+            return main(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a closed one is None
             stream.reconfigure(encoding="utf-8", errors="replace")

@@ -432,6 +432,17 @@ def test_a_closed_stream_is_refused_in_words(model: str) -> None:
         assert "Traceback" not in done.stderr
 
 
+def test_what_is_said_to_a_closed_stream_does_not_come_among_the_answer(model: str) -> None:
+    script = f"{sys.executable} -m strata_nb generate"
+    for command, expected in (
+        (f"{script} -m {model} --temp 0 -n 3 --no-echo hello 2>&-", (0, True)),
+        (f"{script} -m {model}.not 2>&-", (2, False)),
+    ):
+        done = subprocess.run(["sh", "-c", command], capture_output=True, check=False)
+        assert (done.returncode, len(done.stdout) > 0) == expected
+        assert b"strata_nb" not in done.stdout
+
+
 def test_an_ignored_interrupt_stays_ignored() -> None:
     code = (
         "import strata_nb.cli, strata_nb.__main__ as m, signal\n"
