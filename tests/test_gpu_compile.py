@@ -235,7 +235,7 @@ def faults(name: str, targets: Sequence[str]) -> list[str]:
         found.append(f"{name} leaves rounding to the linker")
     # What was launched before may still run until here.
     before, wait, _ = code.partition(AWAIT_PREVIOUS)
-    if not wait or re.search(r"\b(st\.global|red\.|atom\.)", before):
+    if not wait or re.search(r"\b(st\.[\w.]*global|red\.|atom\.)", before):
         found.append(f"{name} writes before it waits for the launch in front")
     for target in targets:
         made = gpu_compile.link(code, target)
