@@ -52,7 +52,7 @@ from strata_nb.card_backend import CardBackend  # noqa: E402
 from strata_nb.errors import UnsupportedDevice  # noqa: E402
 from strata_nb.formats import TensorType, block_layout  # noqa: E402
 from strata_nb.kernels.gpu.card_launch import CardLaunch  # noqa: E402
-from strata_nb.kernels.gpu.warpgroup_launches import room_of_halves  # noqa: E402
+from strata_nb.kernels.gpu.warpgroup_launches import BYTES_OF_HALVES  # noqa: E402
 from strata_nb.kernels.groups import groups_at  # noqa: E402
 from strata_nb.kernels.host import activations  # noqa: E402
 from strata_nb.kernels.program import Launch, launch  # noqa: E402
@@ -178,7 +178,7 @@ def quantised_rows(rows: int, values: int) -> NDArray[np.uint8]:
     packed = np.empty((DIFFERENT_ROWS, row_bytes(values)), np.uint8)
     activations.quantise_rows(x.ctypes.data, packed.ctypes.data, values, 0, DIFFERENT_ROWS)
     quantised = np.resize(packed, (rows, packed.shape[1]))
-    return np.concatenate([quantised.ravel(), np.zeros(room_of_halves(values) * rows, np.uint8)])
+    return np.concatenate([quantised.ravel(), np.zeros(BYTES_OF_HALVES * values * rows, np.uint8)])
 
 
 def dense(

@@ -82,6 +82,7 @@ class Backend(Protocol[Prepared]):
                 programs are prepared
     same_bits   whether a prompt batch gives a row the bits that a window gives it; may be turned on
                 before programs are prepared
+    bytes_beside    what a buffer of quantised rows has behind them, for each value
     chooses_tokens  whether programs draw tokens; else the host does, from the logits
     fills       whether programs give missed experts slots (`cache/filling.py`); else the host does
     pools       whether programs can leave missed experts to the CPU (`device_pool.py`)
@@ -103,6 +104,9 @@ class Backend(Protocol[Prepared]):
 
     overlaps: bool
     same_bits: bool
+
+    @property
+    def bytes_beside(self) -> int: ...
 
     @property
     def has_slots(self) -> bool: ...
@@ -150,10 +154,7 @@ class Backend(Protocol[Prepared]):
         """
 
     def packed_row_bytes(self, values: int) -> int:
-        """Return the bytes from a quantised row of activations to the next."""
-
-    def beside_row_bytes(self, values: int) -> int:
-        """Return the bytes that a buffer of quantised rows has for each behind all of them."""
+        """Return the bytes of a quantised row of activations."""
 
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         """Let programs leave missed experts of a single row to the CPU; return what they share.
@@ -253,6 +254,7 @@ class HostBackend:
     gathers_rows = True
     outside_bytes = reserve_bytes = 0
     overlaps, same_bits = False, True
+    bytes_beside = 0
 
     def __init__(self, text: str, threads: int, recorder: Recorder | None = None) -> None:
         devices = parse_host_devices(text)
@@ -278,9 +280,6 @@ class HostBackend:
 
     def packed_row_bytes(self, values: int) -> int:
         return row_bytes(values)
-
-    def beside_row_bytes(self, values: int) -> int:
-        return 0
 
     def open_pool(self, width: int, idle_bytes: int) -> PoolPlaces:
         raise AssertionError("the host computes all experts itself")

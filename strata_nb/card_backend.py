@@ -43,7 +43,7 @@ from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.pooled import PoolPlaces
 from strata_nb.kernels.gpu.reading import STRETCH_BYTES, SUMS_BYTES, plain_read_launch
-from strata_nb.kernels.gpu.warpgroup_launches import room_of_halves
+from strata_nb.kernels.gpu.warpgroup_launches import BYTES_OF_HALVES
 from strata_nb.kernels.pool_state import WORDS
 from strata_nb.kernels.program import Program
 from strata_nb.kernels.quantised_rows import row_bytes
@@ -190,8 +190,9 @@ class CardBackend:
     def packed_row_bytes(self, values: int) -> int:
         return row_bytes(values)
 
-    def beside_row_bytes(self, values: int) -> int:
-        return room_of_halves(values) if self._by_warpgroups else 0
+    @property
+    def bytes_beside(self) -> int:
+        return BYTES_OF_HALVES if self._by_warpgroups else 0
 
     # Programs.
 

@@ -119,7 +119,7 @@ def emit(
             max_rows=max_rows,
             head_rows=min(head_rows, max_rows),
             packed_row_bytes=backend.packed_row_bytes,
-            beside_row_bytes=backend.beside_row_bytes,
+            bytes_beside=backend.bytes_beside,
             chooses_tokens=backend.chooses_tokens,
             attends_in_runs=backend.attends_in_runs,
             gathers_rows=backend.gathers_rows,

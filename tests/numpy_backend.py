@@ -41,11 +41,10 @@ class NumpyBackend:
         self.has_slots = device != "host"
         self.driver = HostDriver(parse_host_devices(device))
 
+    bytes_beside = 0
+
     def packed_row_bytes(self, values: int) -> int:
         return 4 * values
-
-    def beside_row_bytes(self, values: int) -> int:
-        return 0
 
     def compile(self, programs: Sequence[Program], progress: Any, say: Any, **_: Any) -> None:
         pass

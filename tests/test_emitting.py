@@ -44,6 +44,7 @@ class RecordingBackend:
     of_host, most_rows, outside_bytes, reserve_bytes = True, None, 0, 0
     batches_apart, gathers_rows, pools = False, True, False
     warnings: Sequence[str] = ()
+    bytes_beside = 0
 
     def __init__(self, *, chooses_tokens: bool = True, attends_in_runs: bool = True) -> None:
         self.chooses_tokens, self.attends_in_runs = chooses_tokens, attends_in_runs
@@ -52,9 +53,6 @@ class RecordingBackend:
 
     def packed_row_bytes(self, values: int) -> int:
         return row_bytes(values)
-
-    def beside_row_bytes(self, values: int) -> int:
-        return 0
 
     def compile(
         self, programs: Sequence[Program], progress: object, say: object, **_: object
@@ -433,7 +431,7 @@ def test_what_is_kept_beside_quantised_rows_keeps_no_row_from_the_next(
     path = make(tmp_path, "qwen3moe", "packed")
     with opened(path) as found:
         of_rows = found.buffers.size_bytes
-    monkeypatch.setattr(RecordingBackend, "beside_row_bytes", lambda self, values: 2 * values)
+    monkeypatch.setattr(RecordingBackend, "bytes_beside", 2)
     with opened(path) as found:
         assert found.buffers.size_bytes > of_rows
         of_experts = [one for one in found.launches if one.kernel == "expert_gate_up"]

@@ -15,7 +15,7 @@ from test_gpu_linear import linear
 
 from strata_nb.cache.filling import new_plans
 from strata_nb.formats import TensorType
-from strata_nb.kernels.gpu.warpgroup_launches import room_of_halves
+from strata_nb.kernels.gpu.warpgroup_launches import BYTES_OF_HALVES
 from strata_nb.kernels.groups import TILE_ROWS, groups_at, most_tiles
 from strata_nb.kernels.program import Program, launch
 from strata_nb.kernels.quantised_rows import row_bytes
@@ -139,7 +139,7 @@ def layer(
         "members": np.zeros(choices, np.int64),
         "places": np.zeros(choices, np.int64),
         "x": np.concatenate(
-            [packed.ravel(), np.zeros(room_of_halves(width) * most_rows, np.uint8)]
+            [packed.ravel(), np.zeros(BYTES_OF_HALVES * width * most_rows, np.uint8)]
         ),
         "gathered": room,
         "addresses": experts.addresses,

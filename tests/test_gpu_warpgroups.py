@@ -143,7 +143,7 @@ def test_products_of_the_same_rows_share_their_halves() -> None:
 
 
 def test_warpgroups_pass_a_layers_experts() -> None:
-    kind, rows, experts, width, inner_width = T.Q8_0, 46, 2, 128, 64
+    kind, rows, experts, width, inner_width = T.Q8_0, 50, 2, 128, 64
     shapes = (kind, inner_width, width), (kind, inner_width, width), (kind, OUT, inner_width)
     held, routes, x = (
         Experts(experts, *shapes),

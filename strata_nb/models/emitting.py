@@ -43,9 +43,8 @@ class Activation(NamedTuple):
 class Emitter:
     """Collect the launches of a model.
 
-    packed_row_bytes   bytes from a quantised row of so many values to the next, on this backend
-    beside_row_bytes   that a buffer of them has for each behind all of them, for what a backend
-                       makes of them
+    packed_row_bytes   bytes of a quantised row of so many values, on this backend
+    bytes_beside       what buffers of such rows have behind them, for each value
     chooses_tokens     whether this backend draws tokens
     attends_in_runs    whether its attention needs work space for runs of cells
     gathers_rows       whether rows are brought into the order of experts, or read where they are
@@ -60,7 +59,7 @@ class Emitter:
         max_rows: int,
         head_rows: int,
         packed_row_bytes: Callable[[int], int],
-        beside_row_bytes: Callable[[int], int],
+        bytes_beside: int,
         chooses_tokens: bool,
         attends_in_runs: bool,
         gathers_rows: bool,
@@ -69,7 +68,8 @@ class Emitter:
         self._places = places
         self._buffers = buffers
         self._max_rows, self._head_rows = max_rows, head_rows
-        self._packed_row_bytes, self._beside_row_bytes = packed_row_bytes, beside_row_bytes
+        self._packed_row_bytes = packed_row_bytes
+        self._bytes_beside = bytes_beside
         self._chooses_tokens = chooses_tokens
         self._attends_in_runs = attends_in_runs
         self._gathers_rows = gathers_rows
@@ -498,12 +498,13 @@ class Emitter:
             packed = self._packed(name, width, rows)
         return Activation(width, floats, packed)
 
+    def _packed(self, name: str, width: int, rows: int) -> int:
+        """Return a buffer for quantised rows, and what the backend puts behind them."""
+        each = self._packed_row_bytes(width) + self._bytes_beside * width
+        return self._buffer(f"{name}.packed", each * rows)
+
     def _row_bytes(self, kind: TensorType, width: int) -> int:
         return self._packed_row_bytes(width) if kind in PACKED else _FLOAT * width
-
-    def _packed(self, name: str, width: int, rows: int) -> int:
-        of_each = self._packed_row_bytes(width) + self._beside_row_bytes(width)
-        return self._buffer(f"{name}.packed", of_each * rows)
 
     def _floats(self, name: str, width: int, rows: int | None = None) -> int:
         return self._buffer(name, _FLOAT * width * (self._max_rows if rows is None else rows))

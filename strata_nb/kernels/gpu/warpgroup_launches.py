@@ -1,6 +1,6 @@
 """Find the products of a prompt batch that warpgroups multiply (`warpgroup_products.py`).
 
-Quantised rows become halves first, which lie behind them: `room_of_halves`.
+Quantised rows become halves first, which lie behind them in the same buffer.
 
 batch_linear               warpgroup_linear
 batch_expert, batch_up     warpgroup_gate_up
@@ -29,6 +29,8 @@ _FEWEST_CHOICES = 24
 _FEWEST_BLOCKS = 48
 _MANY_BLOCKS = 128  # of 256 rows: about what a card runs at once
 
+BYTES_OF_HALVES = 2  # for each value of the rows of a buffer, behind them
+
 
 def _find(kernel: Any) -> Any:
     return lambda variant, _: kernel(*variant)
@@ -53,11 +55,6 @@ WARPGROUP_KERNELS: dict[str, CardKernel] = {
         lambda rows, given: group_kernel(given["top_k"], rows),
     ),
 }
-
-
-def room_of_halves(values: int) -> int:
-    """Return how many bytes a buffer of quantised rows has for each, besides the row itself."""
-    return 2 * values
 
 
 def halves_at(x: int, rows: int, values: int) -> int:
