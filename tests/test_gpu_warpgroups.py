@@ -88,6 +88,7 @@ def bound(matrix: Matrix, x: Floats) -> Floats:
         (T.Q4_K, 66, 71, 256, 64),  # two blocks, two warpgroups
         (T.Q6_K, 66, 8, 256, 256),  # half a block
         (T.Q8_0, 130, 4, 192, 256),  # a whole one
+        (T.Q4_0, 257, 5, 64, 256),  # and the fewest rows of another
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
