@@ -102,8 +102,16 @@ def test_experts_of_a_row_are_chosen_by_what_is_posted(
     assert same_bits(case.run(case.early(), nowhere), expected)
 
 
-@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (7, 7), (129, 3), (256, 64)])
-def test_the_choice_is_that_of_the_table_whatever_the_logits_are(experts: int, top_k: int) -> None:
+SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1.0, -1.0, 1e-40)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "values"),
+    [(1, 1, SPECIAL), (20, 3, (0.0, -0.0)), (129, 3, SPECIAL), (256, 64, SPECIAL)],
+)
+def test_the_choice_is_that_of_the_table_whatever_the_logits_are(
+    experts: int, top_k: int, values: tuple[float, ...]
+) -> None:
     find, size = early_choice(experts, top_k, GATE_UP_THREADS, 16)
 
     def choose(posts: int, addresses: int, found: int) -> None:
@@ -112,8 +120,7 @@ def test_the_choice_is_that_of_the_table_whatever_the_logits_are(experts: int, t
         if thread == 0:
             store_i64(found + 8 * choice, address)
 
-    values = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1, -1, 1e-40], np.float32)
-    logits = np.random.default_rng(experts).choice(values, experts)
+    logits = np.random.default_rng(experts).choice(np.array(values, np.float32), experts)
     posts = aligned(logits.view(np.uint32).astype(np.int64) | STAMP << 32)
     addresses, found = aligned(256 * np.arange(1, experts + 1)), aligned(np.zeros(top_k, np.int64))
     arrays = posts, addresses, found
