@@ -270,7 +270,8 @@ def _unusable(scores: Floats, banned: int) -> StrataError:
         return StrataError(
             f"the model's logits cannot be used: {bad.size} of {scores.size} are NaN or infinite,"
             f" the first is {scores[bad[0]]} for token {bad[0]}",
-            hint="the weights are damaged or out of range; check the file with `strata_nb info`",
+            hint="the weights are damaged or out of range: check the file with `strata_nb info`; "
+            "or a prompt's values are, of which a card takes larger ones with --deterministic",
         )
     return StrataError(
         f"no token is left to choose: all {scores.size} logits are -inf, {banned} tokens are banned"

@@ -43,10 +43,12 @@ class Entry(NamedTuple):
 
 
 class Simulated:
-    """Compile by remembering the kernel, and run launches of it."""
+    """Compile by remembering the kernel, and run launches of it, each as if it overlapped with the
+    one in front."""
 
     def __init__(self) -> None:
         self.kernels: dict[str, Any] = {}
+        self._memory = AllMemory()
 
     def __call__(
         self, wanted: Sequence[tuple[GpuKernel, Sequence[str]]], progress: Any, say: Any
@@ -66,7 +68,7 @@ class Simulated:
                 one.block[0],
                 one.shared_bytes,
                 words,
-                AllMemory(),
+                self._memory,
             )
 
         return run

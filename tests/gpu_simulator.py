@@ -6,6 +6,7 @@ shuffle for its warp. What a card would do silently wrong is an error here:
     an address outside the arrays that were named, or a write to one that is read only
     a `fetch_...`, which may see old bytes, of an array that the kernel writes
     a `fetch_...` of what the launch in front wrote, or a `load_...` before `await_previous`
+    a write before `await_previous`, or a thread that ends without it
     a `load_...` of what another block of the launch wrote, unless all have arrived
     lanes of a warp that reach different shuffles, or threads that miss a barrier
     a value of a wrong type: a float that is no float32, an integer out of its range
@@ -189,9 +190,12 @@ def _run_block(lanes: list[_Lane], words: Sequence[Any], *, backwards: bool) -> 
         for first in reversed(firsts) if backwards else firsts:
             waiting += _run_warp(lanes[first : first + WARP], words, answers, started)
         if not waiting:
-            return
+            break
         if waiting != len(lanes):
             raise KernelFault(f"{waiting} of {len(lanes)} threads are at a barrier, others ended")
+    early = sum(not lane.has_waited for lane in lanes)
+    if early:  # the next launch could begin while the one in front still runs
+        raise KernelFault(f"{early} of {len(lanes)} threads ended before `await_previous`")
 
 
 def _run_warp(
@@ -665,6 +669,8 @@ def _access(name: str, memory: Memory) -> Callable[..., Any]:
     def store(place: int, *values: Any) -> None:
         target, offset = bytes_at(place)
         if not shared:
+            if not getcurrent().has_waited:
+                raise KernelFault(f"{name} before `await_previous`, at {place:#x}")
             memory.note_write(place, size, getcurrent().block)
         else:
             lane = getcurrent()

@@ -16,6 +16,8 @@ from cuda_table_of_host import FailingTable, HostTable
 from device_world import load, make_tiny, opened, random_tokens, read
 from gpu_launches import shaped
 from host_launches import normal
+from make_model import make_model
+from model_shapes import ModelShape
 from numpy.typing import NDArray
 
 from strata_nb import Sampling, card_backend, cuda_table, device_streaming
@@ -116,6 +118,26 @@ def test_a_model_on_a_card_gives_the_hosts_logits_and_draws_from_them(
         logits = read(model, sequence, ids)
     assert np.abs(logits - on_host).max() < 1e-3 * np.abs(on_host).max()
     assert tokens == plain.sample(logits, choices).tolist()
+
+
+def test_launches_of_a_row_that_overlap_give_the_hosts_logits(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    sizes = {"experts": 3, "top_k": 2, "dim": 512, "ff": 32, "heads": 2, "kv_heads": 1}
+    make_model(path, ModelShape("qwen3moe", vocab=258, **sizes), rules=[("*", TensorType.Q8_0)])
+    ids = random_tokens(1)
+    with opened(path, rows=8, ctx=64) as model:
+        wanted = read(model, model.open_sequence(), ids)
+    with (
+        simulated_card(budget_bytes=2 * GIB) as backend,
+        closing(load(backend, path, ctx=64, rows=8)) as model,
+    ):
+        launches = backend.launches(model._programs.body, 1)
+        names = [one.kernel.name.partition("_q8")[0] for one in launches]
+        layer = ["normed_row", "attention_halves_ready_64_64_2_joined", "one_row"]
+        layer += ["router_f32_512_3_2", "early_gate_up", "expert_down"]
+        assert names == ["embed", *layer, *layer]
+        found = read(model, model.open_sequence(), ids)
+    assert np.abs(found - wanted).max() < 1e-3 * np.abs(wanted).max()
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from filling_backend import layers_of
 from gpu_card import Card
 from make_model import make_model
 from make_routes import make_routes
+from model_shapes import ModelShape
 
 from strata_nb import (
     Engine,
@@ -29,6 +30,7 @@ from strata_nb.addresses import memory_view
 from strata_nb.backend import open_backend
 from strata_nb.device_model import DeviceModel
 from strata_nb.driver import CudaDriver
+from strata_nb.kernels.gpu import attention_launches, warpgroup_launches
 from strata_nb.kernels.reference import Floats
 from strata_nb.models.places import Buffers
 from strata_nb.sampling import Choice, uniform
@@ -90,14 +92,23 @@ def test_a_row_has_the_same_bits_in_every_batch(
 
 
 def test_batches_that_need_not_have_the_same_bits_come_near_and_are_the_same_every_time(
-    model_file: Path, exact: Floats
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with on_card(model_file, rows=128, same_bits=False) as model:
+    # All that is faster, of few rows as well; and all experts, so that no rounding takes another.
+    monkeypatch.setattr(attention_launches, "SOME_BLOCKS", 1)
+    monkeypatch.setattr(warpgroup_launches, "_FEWEST_BLOCKS", 1)
+    path = tmp_path / "all.gguf"
+    make_model(path, ModelShape("qwen3moe", layers=3, experts=3, top_k=3))
+    with on_card(path) as model:
+        exact = read_in(model, IDS, 1)
+    with on_card(path, rows=128, same_bits=False) as model:
         found, again = read_in(model, IDS, 100), read_in(model, IDS, 100)
     assert same_bits(found, again)
-    # A row whose router had nearly equal choices may take another expert: few have.
-    off = np.abs(found - exact).max(axis=1)
-    assert np.mean(off < 0.02 * np.abs(exact).max()) >= 0.9
+    # The least difference rounds some quants of a row otherwise, and so all that follow: they are
+    # as far from each other as quants are from what they stand for.
+    off = np.abs(found - exact).max(axis=1) / np.abs(exact).max()
+    assert np.median(off) < 0.02
+    assert off.max() < 0.05
 
 
 @pytest.mark.parametrize("streams", [True, False])

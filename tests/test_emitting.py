@@ -434,6 +434,10 @@ def test_what_is_kept_beside_quantised_rows_keeps_no_row_from_the_next(
     monkeypatch.setattr(RecordingBackend, "bytes_beside", 2)
     with opened(path) as found:
         assert found.buffers.size_bytes > of_rows
+        model = found.model.description
+        # Before products of a layer, before `attn_output`, and before the head; not within experts.
+        kept = (model.width + model.heads * model.value_length) * MAX_ROWS + model.width * 32
+        assert found.buffers.size_bytes - of_rows <= 2 * kept + 3 * 256  # each may be rounded up
         of_experts = [one for one in found.launches if one.kernel == "expert_gate_up"]
         assert of_experts
         for one in of_experts:

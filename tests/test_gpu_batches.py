@@ -27,7 +27,9 @@ OUT = 8  # outputs of down, here fewer than values of a row
 BEYOND = -7  # in place of what must stay untouched
 
 
-def grouped(gpu: gpu_launches.Run, chosen: Integers, experts: int, most_rows: int) -> Any:
+def grouped(
+    gpu: gpu_launches.Run, chosen: Integers, experts: int, most_rows: int, tile_rows: int
+) -> Any:
     """Return members, sources and tiles of choices, with all that lies behind them."""
     rows, top_k = chosen.shape
     room = np.full((most_rows * top_k,), BEYOND)
@@ -45,18 +47,21 @@ def grouped(gpu: gpu_launches.Run, chosen: Integers, experts: int, most_rows: in
         "sources": aligned(room),
         "tiles": aligned(np.full(1 + 3 * most_tiles(most_rows * top_k, experts), BEYOND)),
     }
-    gpu("batch_group", words, ["members", "sources", "tiles"], most_rows=most_rows)
+    own = {"variant": None if tile_rows == TILE_ROWS else tile_rows, "most_rows": most_rows}
+    name = "batch_group" if tile_rows == TILE_ROWS else "warpgroup_group"
+    gpu(name, words, ["members", "sources", "tiles"], **own)
     return words["members"], words["sources"], words["tiles"]
 
 
 @pytest.mark.parametrize(
-    ("rows", "experts", "top_k"), [(9, 3, 2), (70, 2, 1), (650, 4, 3), (1, 12, 10)]
+    ("rows", "experts", "top_k", "tile_rows"),
+    [(9, 3, 2, 64), (70, 2, 1, 64), (650, 4, 3, 64), (1, 12, 10, 64), (650, 4, 3, 256)],
 )
 def test_choices_are_sorted_by_expert_and_cut_into_tiles(
-    gpu: gpu_launches.Run, rows: int, experts: int, top_k: int
+    gpu: gpu_launches.Run, rows: int, experts: int, top_k: int, tile_rows: int
 ) -> None:
     chosen = Routes.of(rows, experts, top_k).chosen
-    members, sources, tiles = grouped(gpu, chosen, experts, rows + 3)
+    members, sources, tiles = grouped(gpu, chosen, experts, rows + 3, tile_rows)
     starts, wanted, _ = plain.expert_group(chosen, experts)
     choices = rows * top_k
     assert np.array_equal(members[:choices], wanted)
@@ -64,9 +69,9 @@ def test_choices_are_sorted_by_expert_and_cut_into_tiles(
     assert np.all(members[choices:] == BEYOND)
     assert np.all(sources[choices:] == BEYOND)
     cut = [
-        (expert, first, min(TILE_ROWS, starts[expert + 1] - first))
+        (expert, first, min(tile_rows, starts[expert + 1] - first))
         for expert in range(experts)
-        for first in range(starts[expert], starts[expert + 1], TILE_ROWS)
+        for first in range(starts[expert], starts[expert + 1], tile_rows)
     ]
     assert tiles[0] == len(cut)
     assert np.array_equal(tiles[1 : 1 + 3 * len(cut)].reshape(-1, 3), cut)

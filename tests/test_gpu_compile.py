@@ -20,7 +20,6 @@ from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.intrinsics.ordering import AWAIT_PREVIOUS
 from strata_nb.kernels.gpu.last_norm import with_last_norms
 from strata_nb.kernels.gpu.launches import card_launches
-from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED, WITH_CPU
 from strata_nb.kernels.gpu.router import with_routers
 from strata_nb.kernels.gpu.tables import table_bytes
@@ -235,7 +234,7 @@ def faults(name: str, targets: Sequence[str]) -> list[str]:
         found.append(f"{name} leaves rounding to the linker")
     # What was launched before may still run until here.
     before, wait, _ = code.partition(AWAIT_PREVIOUS)
-    if not wait or re.search(r"\b(st\.global|red\.|atom\.)", before):
+    if not wait or re.search(r"\b(st\.[\w.]*global|red\.|atom\.)", before):
         found.append(f"{name} writes before it waits for the launch in front")
     for target in targets:
         made = gpu_compile.link(code, target)
@@ -275,13 +274,14 @@ def test_a_kernel_that_takes_too_many_registers_is_found(monkeypatch: pytest.Mon
     assert "registers of 8" in fault
 
 
-def test_a_kernel_that_writes_before_it_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = gpu_compile.ptx_code
-
-    def without(kernel: GpuKernel, kinds: Sequence[str]) -> str:
-        return late(kernel, kinds).replace(AWAIT_PREVIOUS, "")
-
-    monkeypatch.setattr(gpu_compile, "ptx_code", without)
+@pytest.mark.parametrize("store", ["st.global", "st.relaxed.gpu.global", "st.release.sys.global"])
+def test_a_kernel_that_writes_before_it_waits_is_found(
+    monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    code = gpu_compile.ptx_code(every_kernel()["quantise"].kernel, every_kernel()["quantise"].kinds)
+    late = code.replace(AWAIT_PREVIOUS, "").replace("st.global", store) + AWAIT_PREVIOUS
+    assert store in late
+    monkeypatch.setattr(gpu_compile, "ptx_code", lambda *_: late)
     assert "waits" in faults("quantise", [])[0]
 
 

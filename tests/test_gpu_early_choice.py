@@ -12,12 +12,15 @@ from numpy.typing import NDArray
 from strata_nb.cache.filling import new_plans
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels.gpu.card_launch import CardLaunch
+from strata_nb.kernels.gpu.early_choice import early_choice
 from strata_nb.kernels.gpu.early_gate_up import early_gate_up
+from strata_nb.kernels.gpu.expert_gate_up import GATE_UP_THREADS
+from strata_nb.kernels.gpu.intrinsics import block_x, i64, store_i64, thread_index
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.routed import CARD_KERNELS
 from strata_nb.kernels.program import launch
 from strata_nb.kernels.quantised_rows import row_bytes
-from strata_nb.kernels.reference import Floats, Integers
+from strata_nb.kernels.reference import Floats, Integers, router_top_k
 
 OUTPUTS, STAMP, EPS = 8, 3, 1e-6
 
@@ -97,6 +100,36 @@ def test_experts_of_a_row_are_chosen_by_what_is_posted(
     assert np.all(expected != 0)
     nowhere = np.full(top_k, 16)
     assert same_bits(case.run(case.early(), nowhere), expected)
+
+
+SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1.0, -1.0, 1e-40)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "values"),
+    [(1, 1, SPECIAL), (20, 3, (0.0, -0.0)), (129, 3, SPECIAL), (256, 64, SPECIAL)],
+)
+def test_the_choice_is_that_of_the_table_whatever_the_logits_are(
+    experts: int, top_k: int, values: tuple[float, ...]
+) -> None:
+    find, size = early_choice(experts, top_k, GATE_UP_THREADS, 16)
+
+    def choose(posts: int, addresses: int, found: int) -> None:
+        thread, choice = i64(thread_index()), i64(block_x())
+        address = find(posts, STAMP, addresses, thread, choice, i64(1))
+        if thread == 0:
+            store_i64(found + 8 * choice, address)
+
+    logits = np.random.default_rng(experts).choice(np.array(values, np.float32), experts)
+    posts = aligned(logits.view(np.uint32).astype(np.int64) | STAMP << 32)
+    addresses, found = aligned(256 * np.arange(1, experts + 1)), aligned(np.zeros(top_k, np.int64))
+    arrays = posts, addresses, found
+    memory = gpu_simulator.Memory([found], [posts, addresses])
+    words = [int(one.ctypes.data) for one in arrays]
+    seen = min(top_k, 3)
+    gpu_simulator.run(choose, (seen, 1, 1), GATE_UP_THREADS, 16 + size, words, memory)
+    (ids,), _ = router_top_k(logits[None], top_k, renormalise=False)
+    assert (found[:seen] // 256 - 1).tolist() == np.sort(ids)[:seen].tolist()
 
 
 def test_experts_of_logits_that_nobody_posts_are_found_where_they_are_written() -> None:

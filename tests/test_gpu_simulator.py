@@ -23,6 +23,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     mma_16x8x16,
     mma_16x8x32,
     mma_of_halves,
+    post_i64,
     shared_add_i64,
     shared_load_f32,
     shared_load_i64,
@@ -253,6 +254,29 @@ def test_what_the_launch_in_front_wrote_is_read_behind_the_wait_and_never_fetche
         run_all(write, early)
     with pytest.raises(KernelFault, match="fetch_f32 of what the launch in front wrote"):
         run_all(write, fetched)
+
+
+def test_a_thread_waits_for_the_launch_in_front_before_it_writes_or_ends() -> None:
+    def writes(x: int) -> None:
+        store_f32(x + 4 * i64(thread_index()), f32_of_i32(7))
+        await_previous()
+
+    def posts(x: int) -> None:
+        if thread_index() == 0:
+            post_i64(x, i64(7))
+        await_previous()
+
+    def ends(x: int) -> None:
+        if thread_index() < 30:
+            await_previous()
+
+    x = np.zeros(32, np.float32)
+    with pytest.raises(KernelFault, match="store_f32 before `await_previous`"):
+        run(writes, x)
+    with pytest.raises(KernelFault, match="store_i64 before `await_previous`"):
+        run(posts, x)
+    with pytest.raises(KernelFault, match="2 of 32 threads ended before `await_previous`"):
+        run(ends, x)
 
 
 def test_what_another_block_wrote_is_read_when_all_have_arrived() -> None:

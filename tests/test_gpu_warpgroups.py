@@ -88,6 +88,7 @@ def bound(matrix: Matrix, x: Floats) -> Floats:
         (T.Q4_K, 66, 71, 256, 64),  # two blocks, two warpgroups
         (T.Q6_K, 66, 8, 256, 256),  # half a block
         (T.Q8_0, 130, 4, 192, 256),  # a whole one
+        (T.Q4_0, 257, 5, 64, 256),  # and the fewest rows of another
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -104,6 +105,25 @@ def test_warpgroups_multiply_within_the_rounding_of_halves(
     found = linear(warpgroups, matrix, x, block_rows, bias=bias, y=before)
     wanted = plain.linear(x.astype(np.float64), matrix.weight) + bias + before
     assert np.all(np.abs(found - wanted) <= bound(matrix, x) + 1e-6)
+
+
+def test_rows_of_any_magnitude_are_halves_as_near_as_their_bits_allow(
+    gpu: gpu_launches.Run,
+) -> None:
+    x = normal(5, 64, seed=1)
+    x *= np.array([[1e-3], [1e-2], [1.0], [1e5], [1.0]], np.float32)
+    x[3, 7], x[4, 40] = 520_000, np.inf
+    packed = plain.quantised(x)
+    halves = np.zeros((5, 64), np.float16)
+    words = {"rows": np.array([5]), "x": aligned(packed), "halves": aligned(halves), "values": 64}
+    gpu("warpgroup_halves", words, ["halves"], most_rows=5)
+    found = words["halves"].astype(np.float32) / ROWS_BY  # type: ignore[attr-defined]
+    wanted = plain.values_of(packed, 64)
+    assert np.all(np.isnan(found[4, 32:]))
+    assert np.all(np.isfinite(found[:4]))
+    # Scale and product are rounded; no half is nearer to another than 2 ** -24.
+    near = 2.0**-10 * np.abs(wanted) + 2.0**-25 / ROWS_BY
+    assert np.all(np.abs(found - wanted)[:4] <= near[:4])
 
 
 def test_products_of_the_same_rows_share_their_halves() -> None:

@@ -299,8 +299,9 @@ def test_logits_that_are_not_numbers_are_refused_with_their_count_and_place() ->
     logits = np.zeros(10, np.float32)
     logits[[4, 7]] = np.nan, np.inf
     for sampling in (Sampling(temperature=0), Sampling(), Sampling(repeat_penalty=1.1)):
-        with pytest.raises(StrataError, match=r"2 of 10 .* first is nan for token 4"):
+        with pytest.raises(StrataError, match=r"2 of 10 .* first is nan for token 4") as found:
             sample(logits, [1], sampling, 0.5)
+        assert "--deterministic" in str(found.value.hint)  # halves of a prompt end at 524,000
 
 
 def test_nothing_left_to_choose_is_refused() -> None:

@@ -31,7 +31,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Routes]:
             for part in (stories, document)
             for token in part[at : at + TURN]
         ]
-        before = engine._device()._trace.tokens
+        before = engine._device()._given.trace.tokens
         texts = {"stories": stories, "a document": document, "turns": turns}
         for text in texts.values():
             for at in range(0, 2 * TOKENS, 512):

@@ -76,16 +76,16 @@ FAULTS = (
     ),
     Fault(
         "chunks are unmapped while older work runs",
-        "strata_nb/cache/capacity.py",
-        "        self._driver.synchronize(self.device)\n",
+        "strata_nb/cache/chunks.py",
+        "        self._driver.synchronize(self._device)\n",
         "        pass\n",
         LEDGER,
     ),
     Fault(
         "slots are written before the experts that left are drained",
-        "strata_nb/cache/capacity.py",
-        "            self.experts.make_way(moves)\n            self._drain()\n",
-        "            self.experts.make_way(moves)\n",
+        "strata_nb/cache/chunks.py",
+        "            self._experts.make_way(moves)\n            self._drain()\n",
+        "            self._experts.make_way(moves)\n",
         LEDGER,
     ),
     Fault(
@@ -119,8 +119,8 @@ FAULTS = (
     Fault(
         "experts leave by use, whatever the policy says",
         "strata_nb/cache/capacity.py",
-        "heat = self.heat() if heat is None else heat",
-        "heat = self.experts.heat()",
+        "self.heat if heat is None else lambda: heat)",
+        "self.experts.heat)",
         ("tests/test_residency.py",),
     ),
     Fault(
@@ -160,7 +160,7 @@ FAULTS = (
     ),
     Fault(
         "a failed change is not taken back",
-        "strata_nb/cache/capacity.py",
+        "strata_nb/cache/chunks.py",
         "            self._undo(before)\n            raise\n",
         "            raise\n",
         LEDGER,

@@ -340,7 +340,7 @@ class Emitter:
             "row_bytes": row_bytes,
         }
         self._add("expert_gather", f"{blk}.expert_gather", source)
-        inner = self._activation("inner", inner_width, [down.kind], choices, needs_floats=True)
+        inner = self._activation("inner", inner_width, [down.kind], choices, are_choices=True)
         self._add(
             "expert_gate_up",
             f"{blk}.expert_gate_up",
@@ -448,7 +448,7 @@ class Emitter:
         kinds = [self._places.tensors[f"{one}.weight"].kind for one in consumers]
         if not any(kind in PACKED for kind in kinds):
             return Activation(width, floats, 0)
-        packed = self._packed(name, width, self._max_rows)
+        packed = self._packed(name, width, self._max_rows, beside=self._bytes_beside)
         self._add(
             "quantise",
             f"{name}.quantise",
@@ -487,20 +487,26 @@ class Emitter:
         kinds: Sequence[TensorType],
         rows: int | None = None,
         *,
-        needs_floats: bool = False,
+        are_choices: bool = False,
     ) -> Activation:
-        """Return buffers for rows in the forms that products with these types read."""
+        """Return buffers for rows in the forms that products with these types read.
+
+        are_choices   there are floats in any case, and nothing is kept beside quantised rows: where
+                      kernels read another form, they find it in place of the floats
+        """
         rows = self._max_rows if rows is None else rows
         floats = packed = 0
-        if needs_floats or any(kind not in PACKED for kind in kinds):
+        if are_choices or any(kind not in PACKED for kind in kinds):
             floats = self._floats(name, width, rows)
         if any(kind in PACKED for kind in kinds):
-            packed = self._packed(name, width, rows)
+            packed = self._packed(
+                name, width, rows, beside=0 if are_choices else self._bytes_beside
+            )
         return Activation(width, floats, packed)
 
-    def _packed(self, name: str, width: int, rows: int) -> int:
-        """Return a buffer for quantised rows, and what the backend puts behind them."""
-        each = self._packed_row_bytes(width) + self._bytes_beside * width
+    def _packed(self, name: str, width: int, rows: int, *, beside: int) -> int:
+        """Return a buffer for quantised rows, and so many bytes a value behind them."""
+        each = self._packed_row_bytes(width) + beside * width
         return self._buffer(f"{name}.packed", each * rows)
 
     def _row_bytes(self, kind: TensorType, width: int) -> int:

@@ -4,7 +4,7 @@ A tile is 64 values of some outputs or rows, in the order that `warpgroups.py` a
 type has for 32 values (`Decoder`) becomes halves the same way: a byte with its highest bit turned
 and the exponent of 1024 over it is the half 1152 + quant, of which a sum takes 1152 and the type's
 offset, exactly. One fma then gives scale * quant - minimum, rounded to a half. The rows' values are
-quant * scale as well.
+quant * scale as well: the scale is some hundredth of a value, so it gives 64 to the quant.
 
 A half has 11 bits; its range is what needs care. Weights are a few hundredths, and a half below
 2 ** -14 has fewer bits, so they are multiplied by 64: up to 1,023 they are finite. Rows are divided
@@ -38,6 +38,7 @@ from strata_nb.kernels.gpu.products import decoder_of
 
 WEIGHTS_BY, ROWS_BY = 64.0, 0.125
 UNIT = 1 / (WEIGHTS_BY * ROWS_BY)  # what sums are multiplied by
+_FROM_SCALES = 64  # of rows, by which quants are divided in turn
 ROWS_AT_ONCE = 32  # of which each of 256 threads brings a piece of a tile
 
 TURNED = -0x7F7F7F80  # the highest bits of a word's bytes
@@ -47,23 +48,28 @@ _first_halves = BytesOf("first_halves", (0, 4, 1, 4))
 _second_halves = BytesOf("second_halves", (2, 4, 3, 4))
 
 
-def _twice(value: int) -> int:
-    """Return a word of two halves of an integer, as a signed one."""
+def _twice(value: float) -> int:
+    """Return a word of two halves of a number, as a signed one."""
     (bits,) = struct.unpack("<H", struct.pack("<e", value))
     return int.from_bytes(struct.pack("<2H", bits, bits), "little", signed=True)
 
 
-LESS = _twice(-_ONE)
+_SHARE, _LESS = _twice(1 / _FROM_SCALES), _twice(-_ONE / _FROM_SCALES)  # both are exact
 
 
 def _both(x: Any) -> Any:
     return halves_of_f32(x, x)
 
 
+def _raised(word: Any, turn: int) -> Any:
+    """Return two words of halves, 1152 more than the four signed quants of a word."""
+    turned = i32(word ^ turn)
+    return _first_halves(turned, _EXPONENTS), _second_halves(turned, _EXPONENTS)
+
+
 def _four(word: Any, turn: int, less: Any, scale: Any, minus: Any) -> Any:
     """Return two words of halves of a word of four signed quants."""
-    turned = i32(word ^ turn)
-    first, second = _first_halves(turned, _EXPONENTS), _second_halves(turned, _EXPONENTS)
+    first, second = _raised(word, turn)
     first, second = add_halves(first, less), add_halves(second, less)
     return fma_halves(first, scale, minus), fma_halves(second, scale, minus)
 
@@ -106,18 +112,19 @@ def put_weights(kind: TensorType) -> Function:
     return put
 
 
+def _four_of_row(word: Any, scale: Any) -> Any:
+    """Return two words of halves of a word of four quants of a row, and 64 times their scale."""
+    first, second = _raised(word, TURNED)
+    zero, share, less = i32(0), i32(_SHARE), i32(_LESS)
+    first, second = fma_halves(first, share, less), fma_halves(second, share, less)
+    return fma_halves(first, scale, zero), fma_halves(second, scale, zero)
+
+
 def halves_of_quants(words: Any) -> Any:
     """Return eight words: the halves of 16 quants of a row and their scale."""
-    less = LESS
     a, b, c, d, scale = words
-    by = _both(scale * f32(ROWS_BY))
-    zero = i32(0)
-    return (
-        *_four(a, TURNED, less, by, zero),
-        *_four(b, TURNED, less, by, zero),
-        *_four(c, TURNED, less, by, zero),
-        *_four(d, TURNED, less, by, zero),
-    )
+    by = _both(scale * f32(_FROM_SCALES * ROWS_BY))
+    return _four_of_row(a, by) + _four_of_row(b, by) + _four_of_row(c, by) + _four_of_row(d, by)
 
 
 @cache
