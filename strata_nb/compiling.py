@@ -64,8 +64,15 @@ class Compiled:
         return name
 
     def is_on_disk(self) -> bool:
-        """Return whether the machine code is in the cache already."""
-        return (cache_folder() / f"{self.name}.1.nbc").exists()
+        """Return whether the machine code is in the cache; ConfigError if nobody may look there."""
+        path = cache_folder() / f"{self.name}.1.nbc"
+        try:
+            path.stat()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise not_kept(error) from error
+        return True
 
     def is_at_hand(self) -> bool:
         """Return whether nothing is left to compile: it is in this process, or on disk."""

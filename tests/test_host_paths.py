@@ -298,6 +298,15 @@ def test_a_cache_that_cannot_be_written_is_refused_with_a_remedy(
     assert "STRATA_NB_CACHE_DIR=FOLDER" in caught.value.hint
 
 
+def test_a_cache_that_may_not_be_looked_into_is_refused_with_a_remedy(
+    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path / ("x" * 300))  # too long
+    with pytest.raises(ConfigError, match="machine code cannot be kept on disk") as caught:
+        compiling.compiled("int64(int64)")(lambda x: x).is_on_disk()
+    assert "STRATA_NB_CACHE_DIR=FOLDER" in caught.value.hint
+
+
 def test_the_cache_is_another_one_when_a_source_or_the_path_changes(
     tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
