@@ -84,7 +84,7 @@ def test_a_choice_has_the_bits_of_its_row_times_the_matrix_of_its_expert(
 ) -> None:
     rows, experts, top_k, outputs, values = 40, 3, 2, 11, 256
     held, routes = Experts(experts, (T.Q8_0, 8, 64), (kind, outputs, values)), Routes.of(rows, 3)
-    members, sources, tiles = grouped(gpu, routes.chosen, experts, rows)
+    members, sources, tiles = grouped(gpu, routes.chosen, experts, rows, TILE_ROWS)
     x, y = normal(rows, values, seed=1), np.full((rows * top_k, outputs), UNTOUCHED)
     words = {
         "tiles": tiles,
