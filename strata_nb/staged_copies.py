@@ -2,8 +2,8 @@
 
     anywhere in this process --CPU--> a place of the staging --device--> where it belongs
 
-While a device reads one place the CPU fills the others, so a copy takes as long as the CPU needs to
-read and write its bytes: a fifth of a fast link. Nothing is registered but the staging.
+While a device reads one place the CPU, in one thread, fills the others, so that the slower of both
+says how long a copy takes. Nothing is registered but the staging.
 """
 
 from __future__ import annotations

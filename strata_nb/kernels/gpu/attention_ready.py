@@ -74,7 +74,6 @@ from strata_nb.packing import SUB_BLOCK
 _HALVES = ("f16", "f16")
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
 _RUN_SHIFT = RUN_CELLS.bit_length() - 1
-_BLOCKS_OF_RUN_SHIFT = RUN_BLOCKS.bit_length() - 1
 _MOST_JOINED = 128  # runs: 65,536 cells
 _JOINED = "_joined"
 _SPILLS = 64  # bytes: on the oldest cards, where products of halves take more instructions
