@@ -18,7 +18,7 @@ Options:
 
 Nothing here is measured. A layer takes --layer-us and the longer of what link and CPU need for its
 misses; slots follow the text as on a card (`cache/filling.py`). The defaults are those by which
-what one H200 wrote is met best (bench/results/card_misses_pool.json).
+what one H200 wrote is met best (bench/results/card_misses_pool.json of commit e6547f8).
 
   alone         the link has all misses
   whole         the CPU has whole experts, one crosses at least: as many as are best
