@@ -24,6 +24,7 @@ from strata_nb.kernels.gpu.intrinsics.warpgroups import WITH_WARPGROUPS
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.warpgroup_launches import WARPGROUP_KERNELS
+from strata_nb.kernels.gpu.warpgroup_tiles import SIZES
 from strata_nb.kernels.reference import Floats
 from strata_nb.packing import PACKED
 
@@ -89,6 +90,7 @@ def bound(matrix: Matrix, x: Floats) -> Floats:
         (T.Q6_K, 66, 8, 256, 256),  # half a block
         (T.Q8_0, 130, 4, 192, 256),  # a whole one
         (T.Q4_0, 257, 5, 64, 256),  # and the fewest rows of another
+        (T.Q8_0, 300, 4, 384, 320),  # more than an instruction multiplies
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -194,7 +196,7 @@ def code_of(name: str, kind: TensorType, rows: int) -> tuple[GpuKernel, gpu_comp
             pytest.param(f"warpgroup_{name}", kind, rows, marks=pytest.mark.slow)
             for name in ("linear", "gate_up", "expert")
             for kind in sorted(PACKED)
-            for rows in (64, 128, 256)
+            for rows in SIZES
         ),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
