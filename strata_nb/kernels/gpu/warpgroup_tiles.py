@@ -1,6 +1,6 @@
 """Multiply many rows of halves with packed weights by warpgroups (`intrinsics/warpgroups.py`).
 
-A block has two warpgroups with 64 outputs each, and up to 256 rows, which both multiply. It goes
+A block has two warpgroups with 64 outputs each, and up to 320 rows, which both multiply. It goes
 through the rows 64 values at a time. A thread brings half of an output's tile, as it is, and makes
 halves of it in shared memory; of the rows, which are halves already, it copies a few pieces. The
 tensor cores multiply a tile meanwhile, and have the next before they have finished:
