@@ -158,7 +158,8 @@ def bytes_of_rows(one: CardLaunch, rows: int, model: Description) -> int:
         "batch_expert": choices * (row_bytes(values) + FLOAT * outputs),
         "batch_up": choices * (row_bytes(values) + FLOAT * outputs + row_bytes(outputs)),
         "warpgroup_gate_up": halves * (values + choices * outputs),
-        "warpgroup_expert": choices * (halves * values + FLOAT * outputs),
+        "warpgroup_expert": choices * halves * (values + outputs),
+        "warpgroup_sum": outputs * (choices * halves + 2 * FLOAT),
         "batch_sum": FLOAT * outputs * (choices + 2),
     }
     found = [size for prefix, size in each.items() if name.startswith(prefix)]

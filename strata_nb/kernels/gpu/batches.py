@@ -38,6 +38,7 @@ from strata_nb.kernels.gpu.one_row import warps_of
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED, card_kernel
 from strata_nb.kernels.gpu.warpgroup_launches import (
     WARPGROUP_KERNELS,
+    adds,
     halves_at,
     rows_of_block,
     rows_of_tile,
@@ -152,8 +153,8 @@ def _routed(
     gate, up = _pair(gate_up)
     products = {"sources": given["members"], "y": outer["products"], "offset": outer["down_offset"]}
     of_tile = rows_of_tile(rows, given["top_k"], given["experts"])
-    both = takes(inner["values"]) and takes(outer["values"]) and gate == up
-    if warpgroups and both and of_tile:
+    all_taken = takes(inner["values"]) and takes(outer["values"]) and adds(outer["outputs"])
+    if warpgroups and all_taken and gate == up and of_tile:
         halves = halves_at(inner["x"], rows, inner["values"])
         yield _part("warpgroup_halves", gate_up.label, inner | {"halves": halves})
         yield _part("warpgroup_group", group.label, given, of_tile)
@@ -161,7 +162,7 @@ def _routed(
         variant = TensorType(down.variant), of_tile  # type: ignore[arg-type]
         products |= {"x": inner["inner"]}
         yield _part("warpgroup_expert", down.label, outer | products, variant)
-        yield _part("batch_sum", down.label, outer)
+        yield _part("warpgroup_sum", down.label, outer)
         return
     yield _part("batch_group", group.label, given)
     words = {**inner, "y": inner["inner"], "offset": inner["gate_offset"], "parts": PARTS}
