@@ -132,7 +132,7 @@ def store_products(rows: int) -> Function:
     units of `ROWS_BY`. The outputs are a multiple of `EIGHT`."""
     target_at, of_row = targets_at(rows), OUTPUTS // EIGHT
 
-    def two(a: Any, b: Any) -> int:
+    def two(a: Any, b: Any) -> Any:
         by = f32(UNIT * ROWS_BY)
         return halves_of_f32(a * by, b * by)
 
