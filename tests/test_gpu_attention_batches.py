@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,7 +17,7 @@ from kv_store import Floats, Store, random_heads
 from strata_nb.kernels.gpu import attention_launches
 from strata_nb.kernels.gpu.attention_batches import batch_attention_kernel
 from strata_nb.kernels.gpu.attention_warpgroups import warpgroup_attention_kernel
-from strata_nb.kernels.gpu.compile import cubin_of
+from strata_nb.kernels.gpu.compile import cubin_of, ptx_code
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.table import KERNELS
@@ -155,9 +156,22 @@ def test_batches_that_keep_a_card_busy_have_an_order_of_their_own(
     assert kernel in [each.kernel.name for each in found]
 
 
-def test_attention_by_warpgroups_fits_its_registers() -> None:
-    kernel = warpgroup_attention_kernel(128, 128)
-    kinds = [one.kind for one in KERNELS["attention"].arguments]
-    made = cubin_of(kernel, kinds, "sm_90")
+KINDS = [one.kind for one in KERNELS["attention"].arguments]
+
+
+@pytest.mark.parametrize("length", [64, 128])
+def test_attention_by_warpgroups_fits_its_registers(length: int) -> None:
+    kernel = warpgroup_attention_kernel(length, length)
+    made = cubin_of(kernel, KINDS, "sm_90")
     assert made.registers <= kernel.registers
     assert not made.spill_bytes
+
+
+def test_queries_are_read_behind_the_products_that_read_them_again_and_again() -> None:
+    code = ptx_code(warpgroup_attention_kernel(64, 64), KINDS)
+    *_, behind = code.split("wgmma.wait_group")
+    products = re.findall(r"wgmma.mma_async.*?\}, \{(.*?)\}", code)
+    assert len(products) == 8  # of keys, then of values
+    queries = [word for words in products[:4] for word in words.split(", ")]
+    for word in queries:
+        assert re.search(rf"xor\.b32 all, all, {word};", behind)
