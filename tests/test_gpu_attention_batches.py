@@ -167,11 +167,11 @@ def test_attention_by_warpgroups_fits_its_registers(length: int) -> None:
     assert not made.spill_bytes
 
 
-def test_queries_are_read_behind_the_products_that_read_them_again_and_again() -> None:
-    code = ptx_code(warpgroup_attention_kernel(64, 64), KINDS)
+@pytest.mark.parametrize("length", [64, 128])
+def test_queries_are_read_behind_the_loop_whose_products_read_them(length: int) -> None:
+    code = ptx_code(warpgroup_attention_kernel(length, length), KINDS)
+    products = re.findall(r"wgmma.mma_async.*?\}, \{(.*?)\}, b, adds, 1, 1, 0;", code)
+    queries = {word for words in products for word in words.split(", ")}
+    assert len(queries) == length // 4
     *_, behind = code.split("wgmma.wait_group")
-    products = re.findall(r"wgmma.mma_async.*?\}, \{(.*?)\}", code)
-    assert len(products) == 8  # of keys, then of values
-    queries = [word for words in products[:4] for word in words.split(", ")]
-    for word in queries:
-        assert re.search(rf"xor\.b32 all, all, {word};", behind)
+    assert set(re.findall(r"xor\.b32 all, all, (.*?);", behind)) == queries
