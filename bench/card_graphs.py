@@ -47,7 +47,6 @@ class TimedGraph:
 
     rows      of its launches
     owner     ends it
-    replays   that count, None: REPLAYS
     """
 
     def __init__(
@@ -56,14 +55,12 @@ class TimedGraph:
         launches: Sequence[CardLaunch],
         rows: int,
         owner: ExitStack,
-        replays: int | None = None,
     ) -> None:
         for one in launches:
             card._load(one.kernel, one.shared_bytes)
         self._card = card
         self._executable = card._executable(launches, rows, owner)
-        count = REPLAYS if replays is None else replays
-        self._events = [card._timed_event(owner) for _ in range(count + 1)]
+        self._events = [card._timed_event(owner) for _ in range(REPLAYS + 1)]
 
     def seconds(self) -> list[float]:
         """Return the seconds of each replay, behind one that is not counted."""

@@ -11,18 +11,20 @@ Options:
   -o FILE         write the figures here, not to bench/results/card_one_batch_MODEL.json
 
 A launch takes what a graph that ends with it takes longer than one that ends before it
-(`card_profile.py`); each graph begins a layer earlier, is replayed without waits, and its median
-counts. Every expert has a slot. Operations are two for each weight and row, and in attention two
-for each product of a query with a key that its row sees, and of a weight with a value; the rate of
-int8 tensor cores is no limit for them alone, because each 32 values have scales of their own
-(docs/decisions/0013-batches-on-tensor-cores.md).
+(`card_profile.py`); each graph begins a layer earlier, right behind a whole batch, and the median
+of a few replays counts. Every expert has a slot, and routes are the model's own.
+
+The limit of a launch is the larger of two times: its bytes at the rate of a plain read, and its
+operations at the rate that cuBLAS reaches in bfloat16 with the batch's rows and a matrix of 4,096
+by 4,096, both of the same run. Bytes are those of weights, and of the rows that go in and come out,
+each once. Operations are two for each weight and row, and in attention two for each product of a
+query with a key that its row sees, and of a weight with a value.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +34,20 @@ from docopt import docopt
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "bench")]
 
-from card_graphs import (  # noqa: E402 - bench/ is no package
-    TimedGraph,
-    card_of,
-    plain_read_figures,
-    put_back,
-    store,
-    whole_number,
-)
+from card_graphs import card_of, plain_read_figures, store, whole_number  # noqa: E402 - no package
+from cublas import Cublas  # noqa: E402
 
 from strata_nb import Engine, Options  # noqa: E402
-from strata_nb.card_profile import profile_window  # noqa: E402
+from strata_nb.card_profile import WindowProfile  # noqa: E402
 from strata_nb.kernels.gpu.card_launch import CardLaunch  # noqa: E402
+from strata_nb.kernels.gpu.warpgroup_launches import BYTES_OF_HALVES  # noqa: E402
+from strata_nb.kernels.quantised_rows import row_bytes  # noqa: E402
+from strata_nb.models.description import Description  # noqa: E402
 
 SEED = 1
 SPARE_CELLS = 64
-REPEATS = 5  # of a graph
+REPLAYS = 3  # of a graph, each behind a whole batch
+FLOAT, WORD = 4, 8  # bytes
 
 
 def main() -> None:
@@ -63,74 +63,114 @@ def main() -> None:
         expert_cache="100%",
     )
     with Engine.open(options) as engine:
-        card = card_of(engine)
+        card, many = card_of(engine), engine._device()._steps._many
         ids = np.random.default_rng(SEED).integers(0, engine.description.vocab_size, depth + rows)
         with engine.open_session() as session:
             for first in range(0, depth, rows):
                 session.extend(ids[first : min(first + rows, depth)].tolist())
             session.extend(ids[depth:].tolist())
-            figures = _profiled(engine, rows, depth)
+            found = card.profile([many._programs.body], rows, 0, REPLAYS)
+        figures: dict[str, Any] = {"rows": rows, "depth": depth, "replays": REPLAYS}
         figures["plain_read"] = plain_read_figures(card.plain_read())
+        figures["cublas_tops"] = Cublas(card).tops([(rows, 4096, 4096)])
+        launches = card.launches(many._programs.body, rows)
+        figures |= lines_of(found, launches, engine.description, figures)
     store("card_one_batch", "where the time of a prompt batch goes", arguments, figures)
 
 
-def _profiled(engine: Engine, rows: int, depth: int) -> dict[str, Any]:
-    model = engine._device()
-    card, many = card_of(engine), model._steps._many
-    launches = card.launches(many._programs.body, rows)
+def lines_of(
+    found: WindowProfile,
+    launches: Any,
+    model: Description,
+    figures: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Print and return what each kind of launch takes, beside its limit.
 
-    def seconds(some: Any) -> float:
-        with ExitStack() as owner:
-            return statistics.median(TimedGraph(card, some, rows, owner, REPEATS).seconds())
-
-    with put_back(card):
-        found = profile_window(launches, rows, 0, seconds)
-    cells = rows * depth + rows * (rows + 1) // 2
-    operations: dict[tuple[str, str], int] = {}
-    for one in launches:
-        label = one.label.split(".", 2)[-1] if one.label.startswith("blk.") else one.label
-        operations.setdefault((label, one.kernel.name), _operations(one, rows))
-    shape = engine.description
-    attention = 2 * cells * shape.heads * (shape.key_length + shape.value_length) * shape.layers
-    lines = []
+    figures   rows, depth, plain_read and cublas_tops of the run
+    """
+    rows, depth = figures["rows"], figures["depth"]
     print(f"{rows:,} rows at depth {depth:,}: {found.whole_s * 1e3:,.1f} ms, ", end="")
     print(f"{rows / found.whole_s:,.0f} tok/s; the lines sum to {found.sum_s * 1e3:,.1f} ms")
+    kinds = {(_label(one), one.kernel.name): one for one in launches}
+    lines, limit_s = [], 0.0
     for line in found.lines:
-        each = line.seconds / line.count
-        work = operations[line.kind.label, line.kind.kernel]
-        if line.kind.kernel.startswith("attention"):
-            work = attention // line.count  # all of its launches together
-        rate = work / each / 1e12
-        said = f"{rate:7.1f} Tops/s" if work else ""
-        share = line.seconds / found.whole_s
+        one = kinds[line.kind.label, line.kind.kernel]
+        each_us = line.seconds / line.count * 1e6
+        size = line.kind.reads + bytes_of_rows(one, rows, model)
+        work = operations(one, rows, depth, model)
+        limit_us = size / figures["plain_read"]["gb_per_s"] * 1e-3
+        if work and figures["cublas_tops"]:
+            limit_us = max(limit_us, work / figures["cublas_tops"] * 1e-6)
+        limit_s += limit_us * line.count * 1e-6
+        made = {
+            "label": line.kind.label,
+            "kernel": line.kind.kernel,
+            "count": line.count,
+            "measured": line.measured,
+            "us": each_us,
+            "share_of_time": line.seconds / found.whole_s,
+            "bytes": size,
+            "operations": work,
+            "limit_us": limit_us,
+            "share_of_limit": limit_us / each_us if each_us > 0 else 0.0,
+        }
+        lines.append(made)
         print(
-            f"{line.count:4} {line.kind.label:34.34} {line.kind.kernel:34.34} "
-            f"{each * 1e6:9.1f} us {share:6.1%} {said}"
+            f"{line.count:4} {line.kind.label:21.21} {line.kind.kernel:29.29} {each_us:8.1f} us "
+            f"{made['share_of_time']:6.1%} {size / 1e6:7.1f} MB {work / 1e9:7.1f} GFLOP, limit "
+            f"{limit_us:6.1f} us {made['share_of_limit']:4.0%}"
         )
-        lines.append(
-            {
-                "label": line.kind.label,
-                "kernel": line.kind.kernel,
-                "count": line.count,
-                "measured": line.measured,
-                "us": each * 1e6,
-                "share_of_time": share,
-                "tera_operations_per_s": rate if work else None,
-            }
-        )
+    print(f"limits sum to {limit_s * 1e3:.1f} ms, {limit_s / found.whole_s:.0%} of the time")
     return {
-        "rows": rows,
-        "depth": depth,
         "whole_ms": found.whole_s * 1e3,
         "sum_ms": found.sum_s * 1e3,
+        "limits_ms": limit_s * 1e3,
         "tok_per_s": rows / found.whole_s,
         "lines": lines,
     }
 
 
-def _operations(one: CardLaunch, rows: int) -> int:
-    """Return how many operations a product of weights needs, 0 of other launches."""
+def _label(one: CardLaunch) -> str:
+    return one.label.split(".", 2)[-1] if one.label.startswith("blk.") else one.label
+
+
+def bytes_of_rows(one: CardLaunch, rows: int, model: Description) -> int:
+    """Return the bytes of rows that a launch reads and writes, each once; 0 of kernels that this
+    program does not know."""
+    given, name = one.arguments, one.kernel.name
+    values, outputs = given.get("values", 0), given.get("outputs", 0)
+    width, choices = given.get("width", 0), given.get("top_k", 1)
+    halves, lengths = BYTES_OF_HALVES, model.kv_heads * (model.key_length + model.value_length)
+    queries, mixed = model.heads * model.key_length, model.heads * model.value_length
+    each = {
+        "embed": FLOAT * width,
+        "rms_norm": FLOAT * width + row_bytes(width) + (FLOAT * width if given.get("out") else 0),
+        "quantise": FLOAT * values + row_bytes(values),
+        "warpgroup_halves": row_bytes(values) + halves * values,
+        "warpgroup_linear": halves * values + FLOAT * outputs * (2 if given.get("add") else 1),
+        "batch_linear_f": FLOAT * (values + outputs),
+        "batch_linear_": row_bytes(values) + FLOAT * outputs * (2 if given.get("add") else 1),
+        "prepare": 2 * FLOAT * queries + (FLOAT + halves) * lengths,
+        "attention": FLOAT * (queries + mixed),
+        "route": FLOAT * given.get("experts", 0) + (WORD + FLOAT) * choices,
+        "batch_count": WORD * choices,
+        "batch_group": 3 * WORD * choices,
+        "batch_expert": choices * (row_bytes(values) + FLOAT * outputs),
+        "batch_up": choices * (row_bytes(values) + FLOAT * outputs + row_bytes(outputs)),
+        "warpgroup_gate_up": halves * (values + choices * outputs),
+        "warpgroup_expert": choices * (halves * values + FLOAT * outputs),
+        "batch_sum": FLOAT * outputs * (choices + 2),
+    }
+    found = [size for prefix, size in each.items() if name.startswith(prefix)]
+    return rows * found[0] if found else 0
+
+
+def operations(one: CardLaunch, rows: int, depth: int, model: Description) -> int:
+    """Return how many operations a product of weights or attention needs, 0 of other launches."""
     given = one.arguments
+    if one.kernel.name.startswith("attention"):
+        pairs = rows * depth + rows * (rows + 1) // 2
+        return 2 * pairs * model.heads * (model.key_length + model.value_length)
     if {"values", "outputs"} <= set(given):
         matrices = 2 if "gate_offset" in given else 1
         return 2 * matrices * rows * given.get("top_k", 1) * given["values"] * given["outputs"]

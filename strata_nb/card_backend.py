@@ -370,8 +370,16 @@ class CardBackend:
                 tuple(self._card.event_elapsed_s(*pair) for pair in pairwise(events)),
             )
 
-    def profile(self, programs: Sequence[Program], rows: int, kv_layer_bytes: int) -> WindowProfile:
+    def profile(
+        self,
+        programs: Sequence[Program],
+        rows: int,
+        kv_layer_bytes: int,
+        replays: int | None = None,
+    ) -> WindowProfile:
         """Measure graphs of parts of the programs, each behind a graph of all of them.
+
+        replays   of each, of which the median counts; None: REPLAYS
 
         That leaves the rows and the caches of the card as a step does, and keeps the card busy
         until the part is there. The programs run again and again, with what the last step had sent;
@@ -389,7 +397,8 @@ class CardBackend:
                     with ExitStack() as part:
                         executable = self._executable(some, rows, part)
                         return median(
-                            self._replay(whole, executable, start, end) for _ in range(REPLAYS)
+                            self._replay(whole, executable, start, end)
+                            for _ in range(replays or REPLAYS)
                         )
 
                 return profile_window(launches, rows, kv_layer_bytes, seconds)

@@ -140,8 +140,9 @@ def _stretches(launches: Sequence[CardLaunch], kinds: Sequence[Kind]) -> list[tu
     """Return what to measure: the first launch, that behind the last, and how many lead to it.
 
     Layers in the middle, what is outside of layers, and for each kind that is not in these the
-    first layer that has it. A lead is as long as a layer: the launches in front, as if one window
-    followed another.
+    first layer that has it. A lead is as long as a layer, or longer: the launches in front, as if
+    one window followed another. It begins where a layer does, because what is left of one layer
+    cannot be gone on with from that of another: numbers of choices, and who was chosen.
     """
     layers = [_layer(one) for one in launches]
     edges = [n for n, pair in enumerate(pairwise(layers), 1) if pair[0] != pair[1]]
@@ -155,5 +156,16 @@ def _stretches(launches: Sequence[CardLaunch], kinds: Sequence[Kind]) -> list[tu
         if not covered.issuperset(kinds[first:end]):
             chosen.append((first, end))
             covered.update(kinds[first:end])
-    longest = max(end - first for first, end in parts)
-    return [(first, end, min(longest, len(launches) - 1)) for first, end in sorted(chosen)]
+    sizes = [end - first for first, end in parts]
+    return [(*part, _lead(sizes, parts.index(part))) for part in sorted(chosen)]
+
+
+def _lead(sizes: Sequence[int], number: int) -> int:
+    """Return how many launches lead to a part: those of whole parts in front of it, behind the
+    first one the last ones."""
+    lead = 0
+    for size in [*reversed(sizes[:number]), *reversed(sizes[number + 1 :])]:
+        if lead >= max(sizes):
+            break
+        lead += size
+    return lead

@@ -107,3 +107,11 @@ def test_what_is_measured_runs_behind_other_launches_as_in_a_window() -> None:
         around = labels + labels
         assert asked == around[start : start + len(asked)]
     assert card.asked[-1] == labels
+
+
+def test_graphs_begin_where_layers_do() -> None:
+    launches = window(48)
+    del launches[3 + 4 * 20]  # a layer in front of those in the middle has one launch less
+    card = Card()
+    profile_window(launches, 1, KV_BYTES, card)
+    assert {asked[0].rpartition(".")[2] for asked in card.asked} == {"token_embd", "attn_norm"}

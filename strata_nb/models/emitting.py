@@ -191,7 +191,7 @@ class Emitter:
             variant=types,
         )
         name = f"{blk}.attn_output"
-        rows = self._quantised("mixed", mixed, model.heads * model.value_length, [name])
+        rows = self._quantised("mixed", mixed, model.heads * model.value_length, name)
         self._linear(rows, name, self._x, adds=True)
 
     def feed_forward(self, layer: int) -> None:
@@ -441,17 +441,14 @@ class Emitter:
         arguments = {"rows": self._rows, "index": 0, "weight": weight, **values}
         self._add("rms_norm", name, {**arguments, "eps": float(self.model.eps)}, waits=waits)
 
-    def _quantised(
-        self, name: str, floats: int, width: int, consumers: Iterable[str]
-    ) -> Activation:
-        """Return float32 rows in the forms that the consumers read."""
-        kinds = [self._places.tensors[f"{one}.weight"].kind for one in consumers]
-        if not any(kind in PACKED for kind in kinds):
+    def _quantised(self, name: str, floats: int, width: int, consumer: str) -> Activation:
+        """Return float32 rows in the form that the consumer reads."""
+        if self._places.tensors[f"{consumer}.weight"].kind not in PACKED:
             return Activation(width, floats, 0)
         packed = self._packed(name, width, self._max_rows, beside=self._bytes_beside)
         self._add(
             "quantise",
-            f"{name}.quantise",
+            f"{consumer}.quantise",
             {"rows": self._rows, "x": floats, "packed": packed, "times": 1, "values": width},
         )
         return Activation(width, floats, packed)
