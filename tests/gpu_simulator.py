@@ -305,6 +305,9 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
     "shared_load_matrices": _matrices,
     "shared_load_turned": _turned,
     "of_any_lane": lambda words: [int(any(one[0] for one in words))] * len(words),
+    "lanes_where": lambda words: (
+        [_low_word(sum((one[0] != 0) << lane for lane, one in enumerate(words)))] * len(words)
+    ),
     "mma_of_halves": _product,
     "mma_16x8x16": _product_of_bytes,
     "mma_16x8x32": _product_of_bytes,
@@ -484,6 +487,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "as_one": lambda address: address,
     "quotient_i32": lambda a, b: a // b,
     "shifted_down": _shifted_down,
+    "bits_set": lambda word: (word & 0xFFFFFFFF).bit_count(),
     "f32_of_i32": np.float32,
     "f32": np.float32,
 }

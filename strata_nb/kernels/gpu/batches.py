@@ -1,6 +1,7 @@
 """Find what a card launches otherwise for the rows of a prompt batch than for those of a window.
 
-    linear            `grouped.py`: tensor cores; `batch_floats.py`: weights of floats
+    linear            `grouped.py`: tensor cores; weights of floats: `batch_floats.py`, and of many
+                      rows `batch_float_tiles.py`
     a layer's experts
 
         the table                       a card, for a batch
@@ -21,6 +22,7 @@ from typing import Any
 
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.attention_slices import SLICES
+from strata_nb.kernels.gpu.batch_float_tiles import SIDE, batch_float_tiles_kernel
 from strata_nb.kernels.gpu.batch_floats import batch_float_kernel
 from strata_nb.kernels.gpu.batch_products import (
     batch_expert_kernel,
@@ -49,6 +51,7 @@ from strata_nb.kernels.program import Launch
 from strata_nb.packing import PACKED, UNPACKED
 
 WINDOW_ROWS = 8  # more of them are a batch
+MANY_SUMS = 1_700 * 128  # of floats: from so many on tiles of them are sooner on an H200
 
 BATCH_KERNELS = {
     "batch_slices": SLICES,
@@ -106,15 +109,23 @@ def with_batches(
             continue
         halved = 0
         if isinstance(one, Launch) and one.kernel == "linear" and one.variant in UNPACKED:
-            kind, values = TensorType(one.variant), arguments_of(one)["values"]
-            made = card_launch(one)
-            yield made if values % EIGHT else made._replace(kernel=batch_float_kernel(kind, values))
+            yield _of_floats(one, TensorType(one.variant), rows)
         elif tuple(part.kernel for part in layer) == FUSED and _is_packed(*layer[-2:]):
             yield from _routed(rows, *layer, warpgroups=warpgroups)
             number += len(FUSED) - 1
         else:
             yield one
         number += 1
+
+
+def _of_floats(one: Launch, kind: TensorType, rows: int) -> CardLaunch:
+    """Return a product by weights of floats, of so many rows."""
+    given, made = arguments_of(one), card_launch(one)
+    if given["values"] % EIGHT:
+        return made
+    are_many = rows >= SIDE and rows * given["outputs"] >= MANY_SUMS
+    chosen = batch_float_tiles_kernel if are_many else batch_float_kernel
+    return made._replace(kernel=chosen(kind, given["values"]))
 
 
 def _is_packed(gate_up: Launch, down: Launch) -> bool:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from strata_nb.kernels.gpu.intrinsics.arithmetic import (
     bits_of_f32,
+    bits_set,
     dp4a,
     dp4a_u8,
     f32,
@@ -78,6 +79,7 @@ from strata_nb.kernels.gpu.intrinsics.lanes import (
     block_y,
     block_z,
     blocks_z,
+    lanes_where,
     of_any_lane,
     shuffle_xor_f32,
     shuffle_xor_i32,
@@ -121,6 +123,7 @@ from strata_nb.kernels.gpu.intrinsics.memory import (
     shared_store_f32,
     shared_store_i32,
     shared_store_i64,
+    store_2xi32,
     store_4xi32,
     store_f32,
     store_i8,

@@ -153,3 +153,19 @@ def _amd_any(builder: Any, arguments: list[Any]) -> Any:
 # 0 where the argument is 0 in all lanes of a warp, and else another number in all of them. All 32
 # lanes take part.
 of_any_lane = Intrinsic("of_any_lane", "i32(i32)", ptx=_nvidia_any, amdgpu=_amd_any)
+
+
+def _nvidia_lanes(builder: Any, arguments: list[Any]) -> Any:
+    is_so = builder.icmp_unsigned("!=", arguments[0], constant(0))
+    vote = llvm_call("llvm.nvvm.vote.ballot.sync", "i32(i32, i1)")
+    return vote(builder, [constant(-1), is_so])
+
+
+def _amd_lanes(builder: Any, arguments: list[Any]) -> Any:
+    is_so = builder.icmp_unsigned("!=", arguments[0], constant(0))
+    own = builder.shl(constant(1), builder.and_(amd_lane(builder), constant(WARP - 1)))
+    return _amd_any(builder, [builder.select(is_so, own, constant(0))])
+
+
+# A word with bit n set where lane n of a warp has an argument other than 0. All 32 lanes take part.
+lanes_where = Intrinsic("lanes_where", "i32(i32)", ptx=_nvidia_lanes, amdgpu=_amd_lanes)
