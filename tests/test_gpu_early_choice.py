@@ -15,7 +15,7 @@ from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.early_choice import early_choice
 from strata_nb.kernels.gpu.early_gate_up import early_gate_up
 from strata_nb.kernels.gpu.expert_gate_up import GATE_UP_THREADS
-from strata_nb.kernels.gpu.intrinsics import block_x, i64, store_i64, thread_index
+from strata_nb.kernels.gpu.intrinsics import WARP, block_x, i64, store_i64, thread_index
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.routed import CARD_KERNELS
 from strata_nb.kernels.program import launch
@@ -23,6 +23,13 @@ from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.reference import Floats, Integers, router_top_k
 
 OUTPUTS, STAMP, EPS = 8, 3, 1e-6
+
+
+def posted(logits: Floats) -> Integers:
+    """Return words of logits, and one that nobody posts where their number is odd."""
+    words = np.zeros(len(logits) + len(logits) % 2, np.int64)
+    words[: len(logits)] = logits.view(np.uint32).astype(np.int64) | STAMP << 32
+    return aligned(words)
 
 
 class Case:
@@ -42,7 +49,7 @@ class Case:
             "row": aligned(normal(1, values, seed=2)),
             "norm_weight": aligned(normal(values, seed=3)),
             "x": aligned(np.zeros((1, row_bytes(values)), np.uint8)),
-            "posts": aligned(logits.view(np.uint32).astype(np.int64) | STAMP << 32),
+            "posts": posted(logits),
             "plan": aligned(new_plans(1, experts)),
             "blobs": aligned(np.zeros(top_k, np.int64)),
             "inner": aligned(np.zeros((top_k, OUTPUTS), np.float32)),
@@ -112,16 +119,17 @@ SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1.0, -1.0, 1e-40)
 def test_the_choice_is_that_of_the_table_whatever_the_logits_are(
     experts: int, top_k: int, values: tuple[float, ...]
 ) -> None:
-    find, size = early_choice(experts, top_k, GATE_UP_THREADS, 16)
+    ask, find, size = early_choice(experts, top_k, 16)
 
     def choose(posts: int, addresses: int, found: int) -> None:
         thread, choice = i64(thread_index()), i64(block_x())
-        address = find(posts, STAMP, addresses, thread, choice, i64(1))
+        own = ask(addresses, thread & WARP - 1)
+        address = find(posts, STAMP, own, thread, choice)
         if thread == 0:
             store_i64(found + 8 * choice, address)
 
     logits = np.random.default_rng(experts).choice(np.array(values, np.float32), experts)
-    posts = aligned(logits.view(np.uint32).astype(np.int64) | STAMP << 32)
+    posts = posted(logits)
     addresses, found = aligned(256 * np.arange(1, experts + 1)), aligned(np.zeros(top_k, np.int64))
     arrays = posts, addresses, found
     memory = gpu_simulator.Memory([found], [posts, addresses])

@@ -170,6 +170,8 @@ shifted_down = Intrinsic(
     "i32(i32, i32)",
     body=lambda builder, arguments: builder.lshr(*arguments),
 )
+# How many bits of a word are 1.
+ones_of = Intrinsic("ones_of", "i32(i32)", body=llvm_call("llvm.ctpop.i32", "i32(i32)"))
 # The quotient of two integers that are not negative, rounded down: Python's // takes 64 bits, which
 # is a function that is called.
 quotient_i32 = Intrinsic(

@@ -8,7 +8,9 @@ from strata_nb.kernels.gpu.intrinsics.intrinsic import (
     WARP,
     Emit,
     Intrinsic,
+    by_age,
     constant,
+    escaped,
     llvm,
     llvm_call,
     llvm_function,
@@ -153,3 +155,49 @@ def _amd_any(builder: Any, arguments: list[Any]) -> Any:
 # 0 where the argument is 0 in all lanes of a warp, and else another number in all of them. All 32
 # lanes take part.
 of_any_lane = Intrinsic("of_any_lane", "i32(i32)", ptx=_nvidia_any, amdgpu=_amd_any)
+
+
+def _nvidia_lanes(builder: Any, arguments: list[Any]) -> Any:
+    is_so = builder.icmp_unsigned("!=", arguments[0], constant(0))
+    vote = llvm_call("llvm.nvvm.vote.ballot.sync", "i32(i32, i1)")
+    return vote(builder, [constant(-1), is_so])
+
+
+def _amd_lanes(builder: Any, arguments: list[Any]) -> Any:
+    lane = builder.and_(amd_lane(builder), constant(WARP - 1))
+    is_so = builder.icmp_unsigned("!=", arguments[0], constant(0))
+    found = builder.select(is_so, builder.shl(constant(1), lane), constant(0))
+    for distance in (16, 8, 4, 2, 1):
+        found = builder.or_(found, _amd_shuffle(builder, [found, constant(distance)]))
+    return found
+
+
+# A bit for each lane of a warp, the lowest for lane 0: 0 where its argument is 0. All 32 lanes take
+# part.
+lanes_of = Intrinsic("lanes_of", "i32(i32)", ptx=_nvidia_lanes, amdgpu=_amd_lanes)
+
+
+def _amd_largest(builder: Any, arguments: list[Any]) -> Any:
+    (found,) = arguments
+    for distance in (16, 8, 4, 2, 1):
+        other = _amd_shuffle(builder, [found, constant(distance)])
+        found = builder.select(builder.icmp_signed(">", found, other), found, other)
+    return found
+
+
+_STEP = "{{ .reg .b32 other; shfl.sync.bfly.b32 other, $0, {}, 31, -1; max.s32 $0, $0, other; }}"
+
+
+def _nvidia_largest(builder: Any, arguments: list[Any]) -> Any:
+    ir = llvm()
+    steps = ["mov.b32 $0, $1;", *(_STEP.format(distance) for distance in (16, 8, 4, 2, 1))]
+    text, constraints = by_age(80, "redux.sync.max.s32 $0, $1, -1;", steps, "=&r,r,~{memory}")
+    kind = ir.FunctionType(llvm_type("i32"), [llvm_type("i32")])
+    code = ir.InlineAsm(kind, escaped(text), constraints, True)
+    return builder.call(code, arguments, attrs=("convergent",))  # all lanes together, or none
+
+
+# The largest of the integers that the lanes of a warp have. All 32 lanes take part.
+largest_of_lanes = Intrinsic(
+    "largest_of_lanes", "i32(i32)", ptx=_nvidia_largest, amdgpu=_amd_largest
+)
