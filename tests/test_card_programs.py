@@ -20,6 +20,7 @@ import card_matrices
 import card_memory
 import card_misses
 import card_one_batch
+import card_products
 import card_prompts
 import card_tokens
 import card_windows
@@ -213,6 +214,18 @@ def test_every_launch_of_a_batch_has_a_limit(
     assert {line["label"] for line in found["lines"]} >= {"token_embd", "attn_q", "attention"}
     unknown = {line["kernel"] for line in found["lines"] if not line["limit_us"]}
     assert unknown == {"batch_slices", "combine_64"}  # which batches of many rows have not
+
+
+@pytest.mark.usefixtures("card", "made_up_products")
+def test_norms_and_choices_are_profiled_apart_from_products(tiny: str) -> None:
+    with Engine.open(Options(tiny, "cuda:0", ctx_size=64)) as engine:
+        body = engine._device()._programs.body
+        joined = {one.label.partition(".")[2] for one in card_launches(body, 1)}
+        with card_products.apart():
+            apart = {one.label.partition(".")[2] for one in card_launches(body, 1)}
+    assert {one.rpartition(".")[2] for one in apart} >= {"attn_norm", "ffn_norm", "router_top_k"}
+    assert not any("norm," in one for one in apart)
+    assert any("norm," in one for one in joined)
 
 
 @pytest.mark.usefixtures("card", "made_up_products")

@@ -23,7 +23,8 @@ from strata_nb.kernels.gpu.half_stages import ROWS_BY
 from strata_nb.kernels.gpu.intrinsics.warpgroups import WITH_WARPGROUPS
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
-from strata_nb.kernels.gpu.warpgroup_launches import WARPGROUP_KERNELS
+from strata_nb.kernels.gpu.warpgroup_launches import WARPGROUP_KERNELS, rows_of_tile
+from strata_nb.kernels.gpu.warpgroup_tiles import SIZES
 from strata_nb.kernels.reference import Floats
 from strata_nb.packing import PACKED
 
@@ -89,6 +90,7 @@ def bound(matrix: Matrix, x: Floats) -> Floats:
         (T.Q6_K, 66, 8, 256, 256),  # half a block
         (T.Q8_0, 130, 4, 192, 256),  # a whole one
         (T.Q4_0, 257, 5, 64, 256),  # and the fewest rows of another
+        (T.Q8_0, 300, 4, 384, 320),  # more than an instruction multiplies
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -192,9 +194,9 @@ def code_of(name: str, kind: TensorType, rows: int) -> tuple[GpuKernel, gpu_comp
         ("warpgroup_gate_up", T.Q4_K, 128),  # two blocks a multiprocessor
         *(
             pytest.param(f"warpgroup_{name}", kind, rows, marks=pytest.mark.slow)
-            for name in ("linear", "gate_up", "expert")
+            for name, sizes in (("linear", SIZES[:3]), ("gate_up", SIZES), ("expert", SIZES))
             for kind in sorted(PACKED)
-            for rows in (64, 128, 256)
+            for rows in sizes
         ),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
@@ -212,3 +214,11 @@ def test_a_kernel_whose_products_wait_for_each_other_is_not_taken(
     monkeypatch.setattr(gpu_compile, "_log", lambda *_: said)
     with pytest.raises(AssertionError, match="batch_sum do not go on"):
         gpu_compile.cubin_of(sum_kernel(), BATCH_KERNELS["batch_sum"].kinds, "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile"),
+    [(256, 0), (512, 64), (1024, 128), (2048, 128), (3072, 256), (4096, 320), (16384, 320)],
+)
+def test_a_tile_has_room_for_the_choices_of_most_experts(rows: int, tile: int) -> None:
+    assert rows_of_tile(rows, top_k=8, experts=128) == tile

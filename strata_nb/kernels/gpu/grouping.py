@@ -100,10 +100,9 @@ def count_kernel() -> GpuKernel:
 def group_kernel(top_k: int, tile_rows: int = TILE_ROWS) -> GpuKernel:
     """Return `group` for so many choices of a row and of a tile, grid (experts).
 
-    Its arguments are rows, chosen, counts, members, sources, tiles, experts and top_k. A tile's
-    choices are a power of two, `TILE_ROWS` at least.
+    Its arguments are rows, chosen, counts, members, sources, tiles, experts and top_k. A tile has
+    `TILE_ROWS` choices at least.
     """
-    shift = tile_rows.bit_length() - 1
 
     def group(
         rows: int,
@@ -122,7 +121,7 @@ def group_kernel(top_k: int, tile_rows: int = TILE_ROWS) -> GpuKernel:
         while other < expert:
             count = load_i64(counts + 8 * other)
             before += count
-            tiles_before += count + tile_rows - 1 >> shift
+            tiles_before += i32(count + tile_rows - 1) // tile_rows
             other += _THREADS
         # A thread has a run of choices.
         each = choices + _THREADS - 1 >> 8
@@ -155,7 +154,7 @@ def group_kernel(top_k: int, tile_rows: int = TILE_ROWS) -> GpuKernel:
                     found -= 1
                 number += 1
                 choice += 1
-        own_tiles = count + tile_rows - 1 >> shift
+        own_tiles = i64(i32(count + tile_rows - 1) // tile_rows)
         tile = thread
         while tile < own_tiles:
             record = tiles + 8 + TILE_BYTES * (first_tile + tile)

@@ -45,7 +45,7 @@ from strata_nb.kernels.groups import TILE_BYTES, most_tiles
 from strata_nb.kernels.quantised_rows import SCALES, SUB_BLOCK_BYTES
 
 _PIECES = 128  # that a block of `halves_kernel` makes
-_REGISTERS = {256: 255, 128: 128, 64: 128}  # one block a multiprocessor, or two
+_REGISTERS = {320: 255, 256: 255, 128: 128, 64: 128}  # one block a multiprocessor, or two
 
 
 def _kernel(

@@ -1,6 +1,6 @@
 """Multiply many rows of halves with packed weights by warpgroups (`intrinsics/warpgroups.py`).
 
-A block has two warpgroups with 64 outputs each, and up to 256 rows, which both multiply. It goes
+A block has two warpgroups with 64 outputs each, and up to 320 rows, which both multiply. It goes
 through the rows 64 values at a time. A thread brings half of an output's tile, as it is, and makes
 halves of it in shared memory; of the rows, which are halves already, it copies a few pieces. The
 tensor cores multiply a tile meanwhile, and have the next before they have finished:
@@ -19,6 +19,7 @@ instructions for it meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -59,7 +60,7 @@ WARPGROUPS = 2
 THREADS = WARPGROUPS * WARPGROUP
 OUTPUTS = WARPGROUPS * M  # of a block
 APART = OUTPUTS + 4  # floats between rows of sums, so that lanes have banks of their own
-_FEWEST = 64  # rows that are multiplied at once, at least
+SIZES = (64, 128, 256, 320)  # rows that are multiplied at once: the next that is enough
 _NEXT = K // SUB_BLOCK  # sub-blocks from a tile to the next
 # Shared memory: tiles of weights, and of rows, each of which take turns.
 _WEIGHTS = ROW_BYTES * OUTPUTS
@@ -95,7 +96,7 @@ def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
     read, put = decoder_of(kind).read, put_weights(kind)
     copy, add = copy_rows(rows // ROWS_AT_ONCE), multiply(rows)
     step = ROW_BYTES * rows
-    turns = _TILES_OF_ROWS * step - 1
+    last_rows, third_rows = (_TILES_OF_ROWS - 1) * step, (_TILES_OF_ROWS - 2) * step
 
     def read_tile(of_weights: Any, sub_blocks: int, tile: int, last: int) -> Any:
         group, rows_in_group, row, s = of_weights
@@ -122,7 +123,8 @@ def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
         tile, at, x_at = i32(0), i32(0), i32(0)
         while tile <= last:
             add(at + a, _ROWS_AT + x_at)
-            copy_tile(i32(x_place + (x_at + 2 * step & turns)), x, i32(tile + 2), last)
+            ahead = i32(x_at + 2 * step if x_at < third_rows else x_at - third_rows)
+            copy_tile(i32(x_place + ahead), x, i32(tile + 2), last)
             at = i32(at + _WEIGHTS if at < _LAST_WEIGHTS else 0)
             put(i32(at + place), weights, table, turn)
             await_older_copies()
@@ -131,7 +133,7 @@ def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
             following = read_tile(of_weights, sub_blocks, i32(tile + 3), last)
             await_older_products()
             barrier()
-            x_at = i32(x_at + step & turns)
+            x_at = i32(x_at + step if x_at < last_rows else 0)
             tile += 1
         await_copies()
         await_products()
@@ -143,26 +145,27 @@ def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
 def _along_any(kind: TensorType, rows: int) -> Function:
     """Return `along` for up to so many rows, behind their number: where there are few rows, few are
     brought and multiplied."""
-    table = _table_at(rows)
-    whole = _along_rows(kind, rows, table)
+    return _along_some(kind, [size for size in SIZES if size <= rows], _table_at(rows))
 
-    def of_all(here: int, of_weights: Any, x: Any, sub_blocks: int, places: Any) -> None:
+
+def _along_some(kind: TensorType, sizes: Sequence[int], table: int) -> Function:
+    """Return `along` for the largest size or less."""
+    *smaller, most = sizes
+    whole = _along_rows(kind, most, table)
+
+    def of_most(here: int, of_weights: Any, x: Any, sub_blocks: int, places: Any) -> None:
         whole(of_weights, x, sub_blocks, places)
 
-    if rows == _FEWEST:
-        return of_all
-    half = rows // 2
-    few, fewest = half // ROWS_AT_ONCE, _FEWEST // ROWS_AT_ONCE
-    fewer, least = _along_rows(kind, half, table), _along_rows(kind, _FEWEST, table)
-    has_least = half > _FEWEST
+    if not smaller:
+        return of_most
+    fewer, of_fewer = _along_some(kind, smaller, table), smaller[-1]
+    copied = of_fewer // ROWS_AT_ONCE
 
     def of_some(here: int, of_weights: Any, x: Any, sub_blocks: int, places: Any) -> None:
-        if here > half:
+        if here > of_fewer:
             whole(of_weights, x, sub_blocks, places)
-        elif has_least and here <= _FEWEST:
-            least(of_weights, x[:fewest], sub_blocks, places)
         else:
-            fewer(of_weights, x[:few], sub_blocks, places)
+            fewer(here, of_weights, x[:copied], sub_blocks, places)
 
     return of_some
 
@@ -191,6 +194,13 @@ def _rows_at(count: int) -> Function:
     return rows_at
 
 
+def target_of(first: int, here: int, targets: int, number: int) -> Any:
+    """Return which row of the results one of a block's rows is; of those behind the last the
+    last."""
+    target = first + min(number, here - 1)
+    return load_i64(targets + 8 * target) if targets != 0 else target
+
+
 @cache
 def block_product(kind: TensorType, rows: int) -> Function:
     """Return a device function: a block's 128 outputs of up to so many rows, in shared memory.
@@ -212,7 +222,7 @@ def block_product(kind: TensorType, rows: int) -> Function:
     begin, store = begin_sums(rows), store_sums(rows, APART)
     fill = table_filler(kind, _table_at(rows), THREADS)
     bytes_of_row = row_bytes_of(kind)
-    target_at = targets_at(rows)
+    target_at, has_others = targets_at(rows), rows > THREADS
 
     def product(
         first: int,
@@ -227,9 +237,8 @@ def block_product(kind: TensorType, rows: int) -> Function:
     ) -> Any:
         thread, sub_blocks = i32(thread_index()), i32(values >> 5)
         warp, lane = i32(thread >> 5), i32(thread & WARP - 1)
-        target = first + min(thread, here - 1)
-        if targets != 0:
-            target = load_i64(targets + 8 * target)
+        target = target_of(first, here, targets, thread)
+        other = target_of(first, here, targets, thread + THREADS) if has_others else target
         # Half of an output's tile: lanes have the outputs of a group, twice, of two groups.
         column = i32(16 * warp + GROUP_ROWS * (lane >> 4))
         in_group, half = i32(lane & 7), i32(lane >> 3 & 1)
@@ -253,6 +262,8 @@ def block_product(kind: TensorType, rows: int) -> Function:
         store(4 * (APART * 2 * t + 16 * warp + g))
         if thread < here:
             shared_store_i64(target_at + 8 * thread, target)
+        if has_others and thread + THREADS < here:
+            shared_store_i64(target_at + 8 * (thread + THREADS), other)
         barrier()
         return thread
 

@@ -36,6 +36,7 @@ BOUNDARY = 1024  # of matrices
 WITH_WARPGROUPS = (9, 0)  # the compute capability of cards that have them
 ACCELERATED = "wgmma."  # in PTX that only such a target has, whose name then ends with an "a"
 _STEP = 16  # columns that an instruction multiplies
+_MOST_ROWS = 256  # of B, that it does
 _REGISTER = "strata_sum"  # of PTX, and a number
 
 # Where a matrix is, in a word of 64 bits: its address in sixteens; how far eight rows are from the
@@ -61,8 +62,9 @@ def _place(builder: Any, offset: Any) -> Any:
     return builder.ptrtoint(in_shared(builder, offset, llvm_type("i32")), llvm_type("i32"))
 
 
-def _names(columns: int) -> str:
-    return ", ".join(f"{_REGISTER}{number}" for number in range(columns // 2))
+def _names(first: int, end: int) -> str:
+    """Name the sums of rows of B."""
+    return ", ".join(f"{_REGISTER}{number}" for number in range(first // 2, end // 2))
 
 
 def descriptor(builder: Any, offset: Any, apart_bytes: int = 16) -> Any:
@@ -95,8 +97,9 @@ def begin_sums(rows: int) -> Intrinsic:
 def multiply(rows: int) -> Intrinsic:
     """Return what begins to add a product: (a, b), where A of the warpgroup and B begin.
 
-    rows   of B, a multiple of 8, 256 at most
+    rows   of B, a multiple of 8
     """
+    parts = [(first, min(first + _MOST_ROWS, rows)) for first in range(0, rows, _MOST_ROWS)]
 
     def emit(builder: Any, arguments: list[Any]) -> None:
         a, b = (descriptor(builder, one) for one in arguments)
@@ -104,11 +107,13 @@ def multiply(rows: int) -> Intrinsic:
         lines += ["wgmma.fence.sync.aligned;"]
         for step in range(K // _STEP):
             further = step * 2 * _STEP >> 4
-            lines += [
-                f"add.s64 a, $0, {further}; add.s64 b, $1, {further};",
-                f"wgmma.mma_async.sync.aligned.m{M}n{rows}k{_STEP}.f32.f16.f16 "
-                f"{{{_names(rows)}}}, a, b, adds, 1, 1, 0, 0;",
-            ]
+            lines += [f"add.s64 a, $0, {further};"]
+            for first, end in parts:
+                lines += [
+                    f"add.s64 b, $1, {further + (first * ROW_BYTES >> 4)};",
+                    f"wgmma.mma_async.sync.aligned.m{M}n{end - first}k{_STEP}.f32.f16.f16 "
+                    f"{{{_names(first, end)}}}, a, b, adds, 1, 1, 0, 0;",
+                ]
         lines += ["wgmma.commit_group.sync.aligned; }"]
         _assembly(builder, lines, "l,l", [a, b])
 
