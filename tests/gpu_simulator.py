@@ -138,6 +138,7 @@ class _Lane(greenlet):
     copies: list[list[Callable[[], None]]]  # groups on their way to shared memory
     sees_all: list[bool]  # that other blocks wrote: one, that changes, of all lanes of a block
     products: Any  # of its warpgroup
+    multiplied: gpu_warpgroups.Words
     unpublished: dict[int, list[tuple[int, int]]] | None  # that lanes of the block wrote since
 
 
@@ -171,7 +172,7 @@ def run(
                     for thread, lane in enumerate(lanes):
                         lane.gr_context = copy_context()  # in which the errstate holds
                         lane.thread, lane.block, lane.grid = thread, (x, y, z), grid
-                        lane.shared, lane.copies = shared, [[]]
+                        lane.shared, lane.copies, lane.multiplied = shared, [[]], {}
                         lane.unpublished = unpublished if publishes else None
                         lane.has_waited, lane.sees_all = waits_at_its_entry, sees_all
                     _run_block(lanes, words, backwards=(x + y + z) % 2 == 1)
@@ -193,6 +194,9 @@ def _run_block(lanes: list[_Lane], words: Sequence[Any], *, backwards: bool) -> 
             break
         if waiting != len(lanes):
             raise KernelFault(f"{waiting} of {len(lanes)} threads are at a barrier, others ended")
+    forgotten = sum(not gpu_warpgroups.are_kept(lane.multiplied) for lane in lanes)
+    if forgotten:
+        raise KernelFault(f"{forgotten} threads multiply words again, without `keep_words` behind")
     early = sum(not lane.has_waited for lane in lanes)
     if early:  # the next launch could begin while the one in front still runs
         raise KernelFault(f"{early} of {len(lanes)} threads ended before `await_previous`")

@@ -2,7 +2,7 @@
 
 A warpgroup reads its matrices as late as it may, behind its wait, or as early, every other one: who
 writes too soon what it still reads goes wrong with one of them. What has not been published before
-a product begins is an error.
+a product begins is an error. So are words that several products read and `keep_words` does not.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ from strata_nb.kernels.gpu.intrinsics.warpgroups import (
 )
 
 MULTIPLY, ATTEND = "multiply", "attend"  # at which the lanes of a warp meet
+
+# By their identity the words that a lane's products read, once for each product, until they are
+# kept.
+Words = dict[int, list[Any]]
 
 
 class Products:
@@ -55,6 +59,12 @@ def meaning(name: str, fault: type[Exception]) -> Callable[..., Any] | None:
         if found[1] == "key":
             return _attend(columns, depth, fault, are_keys=True)
         return _attend(depth, columns, fault, are_keys=False)
+    if name.startswith("keep_words_"):
+
+        def keep(words: Any) -> None:
+            getcurrent().multiplied.pop(id(words), None)
+
+        return keep
     if name in ("await_products", "await_older_products"):
         left = 1 if name == "await_older_products" else 0
 
@@ -121,6 +131,7 @@ def _attend(
 
     def multiply(sums: Any, words: Any, place: int) -> Any:
         lane = getcurrent()
+        lane.multiplied.setdefault(id(words), []).append(words)
         panels = range(place, place + length // K * panel_bytes, panel_bytes)
         if place % BOUNDARY or panels.stop > len(lane.shared):
             raise fault(f"a matrix at {place} of {len(lane.shared)} shared bytes")
@@ -135,6 +146,11 @@ def _attend(
         return lane.parent.switch((ATTEND, (sums, words, place, matrix), 0))
 
     return multiply
+
+
+def are_kept(multiplied: Words) -> bool:
+    """Return whether no words are left that several products read."""
+    return all(len(products) == 1 for products in multiplied.values())
 
 
 def attended(given: Sequence[Any], fault: type[Exception]) -> list[tuple[np.float32, ...]]:

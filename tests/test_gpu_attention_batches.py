@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,11 +14,14 @@ from gpu_card import Card
 from gpu_launches import Run, shaped
 from kv_store import Floats, Store, random_heads
 
+from strata_nb.errors import UnsupportedDevice
 from strata_nb.kernels.gpu import attention_launches
+from strata_nb.kernels.gpu import compile as gpu_compile
 from strata_nb.kernels.gpu.attention_batches import batch_attention_kernel
 from strata_nb.kernels.gpu.attention_warpgroups import warpgroup_attention_kernel
-from strata_nb.kernels.gpu.compile import cubin_of
+from strata_nb.kernels.gpu.compile import cubin_of, ptx_code
 from strata_nb.kernels.gpu.launches import card_launches
+from strata_nb.kernels.gpu.machine_code import loses_words
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.table import KERNELS
 
@@ -25,12 +29,15 @@ HALVES = ("f16", "f16")
 HALF = 2.0**-11  # the largest share by which a number differs from the half nearest to it
 
 
-@pytest.fixture(params=[False, True], ids=["warps", "warpgroups"])
-def own_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, gpu: Run) -> None:
+@pytest.fixture(
+    params=[(False, 64), (True, 64), (True, 128)], ids=["warps", "warpgroups", "warpgroups-128"]
+)
+def length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, gpu: Run) -> int:
     """Let any batch have one of the kernels, that of warps in blocks of 64 pairs: a few rows are
-    several tiles."""
+    several tiles. Return the length of heads."""
     card = getattr(gpu, "__self__", None)
-    if request.param and isinstance(card, Card) and not card.has_warpgroups:
+    warpgroups, length = request.param
+    if warpgroups and isinstance(card, Card) and not card.has_warpgroups:
         pytest.skip("the card has no products of warpgroups")
 
     def small(key_length: int, value_length: int) -> GpuKernel:
@@ -38,12 +45,13 @@ def own_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, g
 
     monkeypatch.setattr(attention_launches, "SOME_BLOCKS", 1)
     monkeypatch.setattr(attention_launches, "batch_attention_kernel", small)
-    made = partial(card_launches, same_bits=False, warpgroups=request.param)
+    made = partial(card_launches, same_bits=False, warpgroups=warpgroups)
     monkeypatch.setattr(gpu_launches, "card_launches", made)
+    return int(length)
 
 
-def filled(kv_heads: int, cells: Sequence[int]) -> Store:
-    kv = Store(HALVES, kv_heads, (64, 64), sequences=len(cells), cells=max(cells))
+def filled(kv_heads: int, cells: Sequence[int], length: int) -> Store:
+    kv = Store(HALVES, kv_heads, (length, length), sequences=len(cells), cells=max(cells))
     for sequence, count in enumerate(cells):
         kv.fill(sequence, count, seed=sequence)
     return kv
@@ -72,33 +80,34 @@ def are_near(
     return True
 
 
-@pytest.mark.usefixtures("own_order")
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (1, 5), (1, 8)])
-def test_rows_attend_as_nearly_as_halves_allow(gpu: Run, kv_heads: int, group: int) -> None:
-    kv = filled(kv_heads, [150])
-    q = random_heads(9, kv_heads * group, 64)
+def test_rows_attend_as_nearly_as_halves_allow(
+    gpu: Run, length: int, kv_heads: int, group: int
+) -> None:
+    kv = filled(kv_heads, [150], length)
+    q = random_heads(9, kv_heads * group, length)
     positions = [0, 7, 15, 63, 64, 127, 128, 148, 149]
     assert are_near(kv, attend(gpu, kv, q, [0] * 9, positions), q, [0] * 9, positions)
 
 
-def growing() -> Store:
+def growing(length: int) -> Store:
     """Return keys whose scores become larger from block to block, by far."""
-    kv = filled(1, [200])
+    kv = filled(1, [200], length)
     for cell in range(200):
         kv.write("k", 0, cell, kv.read_one("k", 0, cell) * np.float32(1 + 2 * (cell // 64)))
     return kv
 
 
-@pytest.mark.usefixtures("own_order")
-def test_scores_that_grow_from_block_to_block_change_what_they_count_from(gpu: Run) -> None:
-    kv, q = growing(), random_heads(9, 4, 64) * np.float32(2)
+def test_scores_that_grow_from_block_to_block_change_what_they_count_from(
+    gpu: Run, length: int
+) -> None:
+    kv, q = growing(length), random_heads(9, 4, length) * np.float32(2)
     positions = range(191, 200)
     assert are_near(kv, attend(gpu, kv, q, [0] * 9, positions), q, [0] * 9, positions)
 
 
-@pytest.mark.usefixtures("own_order")
-def test_a_row_has_the_same_bits_whoever_is_beside_it(gpu: Run) -> None:
-    kv, q = filled(1, [200]), random_heads(40, 4, 64)
+def test_a_row_has_the_same_bits_whoever_is_beside_it(gpu: Run, length: int) -> None:
+    kv, q = filled(1, [200], length), random_heads(40, 4, length)
     q[::3] *= np.float32(6)  # these change what they count from, and others do not
     positions = list(range(160, 200))
     together = attend(gpu, kv, q, [0] * 40, positions)
@@ -107,31 +116,32 @@ def test_a_row_has_the_same_bits_whoever_is_beside_it(gpu: Run) -> None:
     assert np.array_equal(alone, together[some])
 
 
-@pytest.mark.usefixtures("own_order")
-def test_values_that_are_no_numbers_leave_no_trace_in_rows_before_them(gpu: Run) -> None:
-    clean, dirty = filled(1, [140]), filled(1, [140])
-    dirty.write("v", 0, 70, np.full((1, 64), np.inf, np.float32))
-    dirty.write("v", 0, 71, np.full((1, 64), np.nan, np.float32))
-    q = random_heads(9, 4, 64)
+def test_values_that_are_no_numbers_leave_no_trace_in_rows_before_them(
+    gpu: Run, length: int
+) -> None:
+    clean, dirty = filled(1, [140], length), filled(1, [140], length)
+    dirty.write("v", 0, 70, np.full((1, length), np.inf, np.float32))
+    dirty.write("v", 0, 71, np.full((1, length), np.nan, np.float32))
+    q = random_heads(9, 16, length)  # of both warpgroups
     positions = [62, *range(66, 73), 130]
     found = attend(gpu, dirty, q, [0] * 9, positions)
     assert np.array_equal(found[:5], attend(gpu, clean, q, [0] * 9, positions)[:5])
     assert not np.any(np.isfinite(found[5:]))
 
 
-@pytest.mark.usefixtures("own_order")
-def test_cells_that_nobody_wrote_leave_no_trace(gpu: Run) -> None:
-    clean, dirty = filled(1, [128]), Store(HALVES, 1, (64, 64))
+def test_cells_that_nobody_wrote_leave_no_trace(gpu: Run, length: int) -> None:
+    clean, dirty = filled(1, [128], length), Store(HALVES, 1, (length, length))
     dirty.fill(0, 75)  # the other cells are NaN
-    q, positions = random_heads(9, 2, 64), [*range(66, 75)]
+    q, positions = random_heads(9, 16, length), [*range(66, 75)]
     found = attend(gpu, dirty, q, [0] * 9, positions)
     assert np.array_equal(found, attend(gpu, clean, q, [0] * 9, positions))
 
 
-@pytest.mark.usefixtures("own_order")
-def test_rows_of_several_sequences_in_a_tile_attend_to_their_own_cells(gpu: Run) -> None:
-    kv = filled(1, [40, 17, 66])
-    q = random_heads(10, 3, 64)
+def test_rows_of_several_sequences_in_a_tile_attend_to_their_own_cells(
+    gpu: Run, length: int
+) -> None:
+    kv = filled(1, [40, 17, 66], length)
+    q = random_heads(10, 16, length)  # of both warpgroups
     sequences, positions = [1, 1, 0, 0, 0, 2, 2, 2, 1, 1], [3, 4, 37, 38, 39, 63, 64, 65, 15, 16]
     assert are_near(kv, attend(gpu, kv, q, sequences, positions), q, sequences, positions)
 
@@ -155,9 +165,42 @@ def test_batches_that_keep_a_card_busy_have_an_order_of_their_own(
     assert kernel in [each.kernel.name for each in found]
 
 
-def test_attention_by_warpgroups_fits_its_registers() -> None:
-    kernel = warpgroup_attention_kernel(128, 128)
-    kinds = [one.kind for one in KERNELS["attention"].arguments]
-    made = cubin_of(kernel, kinds, "sm_90")
+KINDS = [one.kind for one in KERNELS["attention"].arguments]
+
+
+@pytest.mark.parametrize("values", [64, 128])
+def test_attention_by_warpgroups_fits_its_registers(values: int) -> None:
+    kernel = warpgroup_attention_kernel(values, values)
+    made = cubin_of(kernel, KINDS, "sm_90")
     assert made.registers <= kernel.registers
     assert not made.spill_bytes
+
+
+@pytest.mark.parametrize("values", [64, 128])
+def test_queries_are_read_behind_the_loop_whose_products_read_them(values: int) -> None:
+    code = ptx_code(warpgroup_attention_kernel(values, values), KINDS)
+    products = re.findall(r"wgmma.mma_async.*?\}, \{(.*?)\}, b, adds, 1, 1, 0;", code)
+    queries = {word for words in products for word in words.split(", ")}
+    assert len(queries) == values // 4
+    *_, behind = code.split("wgmma.wait_group")
+    assert set(re.findall(r"xor\.b32 all, all, (.*?);", behind)) == queries
+
+
+def test_code_that_overwrites_what_products_still_read_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = warpgroup_attention_kernel(64, 64)
+    image = cubin_of(kernel, KINDS, "sm_90").image
+    assert not loses_words(image, kernel.name)
+    low = np.frombuffer(image, "<u8")[::2].copy()  # of each instruction
+    products = low & np.uint64(0xFFF) == 0xDF0
+    turned = low >> np.uint64(62) == 1
+    of_keys, of_values = (np.flatnonzero(products & these) for these in (~turned, turned))
+    assert len(of_keys) == len(of_values) == 4
+    queries = int(low[of_keys[0]]) >> 24 & 0xFF
+    overwriting = bytearray(image)
+    overwriting[16 * int(of_values[0]) + 2] = queries  # the register that it writes
+    assert loses_words(bytes(overwriting), kernel.name)
+    monkeypatch.setattr(gpu_compile, "loses_words", lambda *_: True)
+    with pytest.raises(UnsupportedDevice, match="attention_warpgroups_64_64 for sm_90a overwrites"):
+        cubin_of(kernel, KINDS, "sm_90")

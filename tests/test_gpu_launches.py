@@ -21,7 +21,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_layer_of_one_row_is_six_launches(path: Path) -> None:
     with opened(path, ctx=64, rows=8) as model:
         body = model._programs.body
-        assert sum(one.label.startswith("blk.1.") for one in body) == 17
+        assert sum(one.label.startswith("blk.1.") for one in body) == 18
         found = [one for one in card_launches(body, 1) if one.label.startswith("blk.1.")]
     assert [one.label.replace("blk.1.", "") for one in found] == [
         "attn_q, attn_k, attn_v",

@@ -38,6 +38,8 @@ from strata_nb.kernels.gpu.intrinsics import (
     store_i64,
     thread_index,
 )
+from strata_nb.kernels.gpu.intrinsics.attending import keep_words, key_products
+from strata_nb.kernels.gpu.intrinsics.warpgroups import publish
 from strata_nb.kernels.gpu.operations import warp_sum
 
 
@@ -329,3 +331,31 @@ def test_what_another_block_wrote_is_read_when_all_have_arrived() -> None:
     assert y.tolist() == list(range(33))
     with pytest.raises(KernelFault, match="another block writes"):
         gpu_simulator.run(all_read, (3, 1, 1), 32, 8, words, Memory([x, y]))
+
+
+@pytest.mark.parametrize("products", [1, 2])
+def test_words_of_products_in_a_loop_are_kept_behind_it(products: int) -> None:
+    multiply, keep = key_products(8, 64), keep_words(4)
+    begun, given = (np.float32(0),) * 4, tuple(range(16))
+
+    def forgetting() -> None:
+        await_previous()
+        publish()
+        sums, turn = begun, 0
+        while turn < products:
+            sums = multiply(sums, given, i64(0))
+            turn += 1
+
+    def keeping() -> None:
+        forgetting()
+        keep(given)
+
+    def attend(kernel: object) -> None:
+        gpu_simulator.run(kernel, (1, 1, 1), 128, 1024, [], Memory([]))  # type: ignore[arg-type]
+
+    attend(keeping)
+    if products == 1:
+        attend(forgetting)
+    else:
+        with pytest.raises(KernelFault, match="128 threads multiply words again"):
+            attend(forgetting)

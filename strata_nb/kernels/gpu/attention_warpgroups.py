@@ -2,16 +2,17 @@
 
 It computes what `attention_batches.py` does, rounds the same numbers and chooses offsets the same
 way (`attention_weights.py`). Products read keys and values from shared memory by themselves, and
-take half the time; a block has two warpgroups of 64 pairs, which take turns in the halves of a
-step:
+take half the time. A block has two warpgroups of 64 pairs. A step begins with a barrier:
 
-    even half   the first multiplies: weights of the block before with its values, queries with the
-                keys of this one; the second weighs the block before
-    odd half    the second multiplies the same, and the first weighs this block
+    the first     queries with the keys of this K/V block, weighs them, weights with its values
+    the second    weighs the block before, weights with its values, queries with the keys of this
 
-so that products and all else go on beside each other. Halves begin with a barrier. In shared memory
-are keys of two K/V blocks and values of three: behind the barrier of an even half the next block's
-are sent on their way, to where the block before had its keys.
+so that while one weighs, the other multiplies. In shared memory are keys of two K/V blocks and
+values of three: behind the barrier the next block's are sent on their way, to where the block
+before had its keys.
+
+Heads of 64 take half the registers, and two blocks fit a multiprocessor. Those are at different
+points anyway, so both warpgroups do what the first does, and values of two K/V blocks are enough.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     quotient_i32,
     thread_index,
 )
-from strata_nb.kernels.gpu.intrinsics.attending import key_products, value_products
+from strata_nb.kernels.gpu.intrinsics.attending import keep_words, key_products, value_products
 from strata_nb.kernels.gpu.intrinsics.warpgroups import (
     PIECE_BYTES,
     ROW_BYTES,
@@ -73,7 +74,7 @@ PAIRS = 64  # of a warpgroup
 _CHUNKS = BLOCK_CELLS // CHUNK
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
 _LOG2_E = 1 / math.log(2)
-_REGISTERS = 255
+_REGISTERS, _REGISTERS_OF_TWO = 255, 128
 _PANEL_BYTES = ROW_BYTES * BLOCK_CELLS
 
 
@@ -86,12 +87,6 @@ def _place_of(row: Any, piece: Any) -> Any:
 def _two(place: int, by: Any) -> Any:
     """Return two floats times a number, as a word of halves."""
     return halves_of_f32(load_f32(place) * by, load_f32(place + 4) * by)
-
-
-def _no_weights() -> Any:
-    nothing = i32(0)
-    four = nothing, nothing, nothing, nothing
-    return four + four + four + four
 
 
 @cache
@@ -117,8 +112,10 @@ def warpgroup_attention_kernel(key_length: int, value_length: int) -> GpuKernel:
     pairs, threads = PAIRS * GROUPS, WARPGROUP * GROUPS
     pairs_shift = pairs.bit_length() - 1
     key_bytes, value_bytes = BLOCK_CELLS * 2 * key_length, BLOCK_CELLS * 2 * value_length
+    is_alone = key_length + value_length > 2 * 64  # on its multiprocessor
+    apart = BLOCK_CELLS if is_alone else 0  # cells that the second warpgroup is behind the first
     values_at = 2 * key_bytes
-    shared_bytes = values_at + 3 * value_bytes
+    shared_bytes = values_at + (3 if is_alone else 2) * value_bytes
     key_plane, value_plane = plane_bytes("f16", key_length), plane_bytes("f16", value_length)
     copy_keys = copier(key_length, threads, _place_of)
     copy_values = copier(value_length, threads, _place_of)
@@ -127,13 +124,14 @@ def warpgroup_attention_kernel(key_length: int, value_length: int) -> GpuKernel:
     load_queries = _query_loader(key_length // CHUNK)
     multiply = key_products(BLOCK_CELLS, key_length)
     mix = value_products(value_length, BLOCK_CELLS)
+    keep_queries = keep_words(key_length // CHUNK)
     begun, no_sums = of_pairs(_CHUNKS), of_pairs(columns)
     only_seen, largest, begin_with = seen_ones(_CHUNKS), largest_of(_CHUNKS), beginner(_CHUNKS)
     tame, weigh = tamer(_CHUNKS, columns), weights_of(_CHUNKS)
     store, store_second = storer(columns, 0), storer(columns, 2)
 
     def following(values: Any) -> Any:
-        """Return the place of values behind one of three."""
+        """Return the place of values behind one of the two or three."""
         return i32(values + value_bytes) if values < shared_bytes - value_bytes else i32(values_at)
 
     def attention(
@@ -162,7 +160,7 @@ def warpgroup_attention_kernel(key_length: int, value_length: int) -> GpuKernel:
             return
         first_pair = i32(pairs * tile)
         begin, stop = rows_of_pairs(first_pair, pairs, group, count)
-        lane, warpgroup = thread & 31, thread // WARPGROUP
+        lane, behind = thread & 31, apart * (thread // WARPGROUP)
         g, t = lane >> 2, lane & 3
         pair = i32(first_pair + 16 * (thread >> 5) + g)
         row, other_row = quotient_i32(pair, group), quotient_i32(i32(pair + 8), group)
@@ -177,54 +175,50 @@ def warpgroup_attention_kernel(key_length: int, value_length: int) -> GpuKernel:
             line = blocks + 8 * table_width * load_i64(sequences + 8 * begin)
             position = position_of(positions, row, begin, end)
             other_position = position_of(positions, other_row, begin, end)
-            end_block = i32((last >> _BLOCK_SHIFT) + 1)
             block = load_i64(line)
             barrier()  # of the sequence before, all have multiplied all
             copy_keys(i32(0), block + k_plane, thread)
             copy_values(i32(values_at), block + v_plane, thread)
-            block = load_i64(line + 8 * min(1, end_block - 1))
+            block = load_i64(line + 8 * (min(BLOCK_CELLS, last) >> _BLOCK_SHIFT))
             zero = f32(0.0)
             offsets, totals, sums = (zero, zero), (zero, zero), no_sums(zero, zero)
-            found, weights = begun(zero, zero), _no_weights()
-            half, keys = i32(0), i32(0)
+            found = begun(zero, zero)
+            first, keys = i32(0), i32(0)
             values, before = i32(values_at), i32(values_at)  # of this block, of the one before
-            while half < 2 * end_block + GROUPS:
-                number = half >> 1
-                first = BLOCK_CELLS * number
-                if half & 1 == 0:
-                    await_copies()
-                    publish()
+            while first <= last + apart:
+                await_copies()
+                publish()
                 barrier()
-                if half & 1 == 0:
-                    if number + 1 < end_block:
-                        copy_keys(i32(key_bytes - keys), block + k_plane, thread)
-                        copy_values(following(values), block + v_plane, thread)
-                        block = load_i64(line + 8 * min(number + 2, end_block - 1))
-                    if number < end_block and first + BLOCK_CELLS - 1 > lowest:
-                        sift(keys, values, i32(lowest - first + 1), thread)
-                        publish()
-                        barrier()
-                own = half - warpgroup
-                if own >= 0 and own & 1 == 0:
-                    if own > 0:  # there was a block before
-                        sums = mix(sums, weights, before)
-                    if own >> 1 < end_block:
-                        found = multiply(begun(offsets[0], offsets[1]), queries, keys)
-                elif own >= 0 and own >> 1 < end_block:
-                    first = BLOCK_CELLS * (own >> 1)
-                    if first + BLOCK_CELLS - 1 > lowest:
-                        cell = first + 2 * t
+                if first + BLOCK_CELLS <= last:
+                    copy_keys(i32(key_bytes - keys), block + k_plane, thread)
+                    copy_values(following(values), block + v_plane, thread)
+                    ahead = min(first + 2 * BLOCK_CELLS, last) >> _BLOCK_SHIFT
+                    block = load_i64(line + 8 * ahead)
+                if first <= last and first + BLOCK_CELLS - 1 > lowest:
+                    sift(keys, values, i32(lowest - first + 1), thread)
+                    publish()
+                    barrier()
+                is_there = not is_alone or first <= last  # or the second's last step
+                if behind == 0 and is_there:
+                    found = multiply(begun(offsets[0], offsets[1]), queries, keys)
+                own = first - behind
+                if not is_alone or (own >= 0 and own <= last):
+                    if own + BLOCK_CELLS - 1 > lowest:
+                        cell = own + 2 * t
                         found = only_seen(found, i32(position - cell), i32(other_position - cell))
-                    if first == 0:  # of which each row sees a cell
+                    if own == 0:  # of which each row sees a cell
                         found, offsets = begin_with(found)
                     best = largest(found)
                     is_above = larger_f32(best[0], best[1]) > f32(MOST)
                     if of_any_lane(i32(1) if is_above else i32(0)) != 0:
                         found, offsets, totals, sums = tame(found, best, offsets, totals, sums)
                     weights, totals = weigh(found, totals)
-                if half & 1 == 1:
-                    keys, before, values = i32(key_bytes - keys), values, following(values)
-                half = i32(half + 1)
+                    sums = mix(sums, weights, values if behind == 0 else before)
+                if behind > 0 and is_there:
+                    found = multiply(begun(offsets[0], offsets[1]), queries, keys)
+                keys, before, values = i32(key_bytes - keys), values, following(values)
+                first = i32(first + BLOCK_CELLS)
+            keep_queries(queries)
 
             a, b = sum_of_quad(totals[0]), sum_of_quad(totals[1])
             a, b = nearly_divided(f32(1.0), a), nearly_divided(f32(1.0), b)
@@ -240,4 +234,5 @@ def warpgroup_attention_kernel(key_length: int, value_length: int) -> GpuKernel:
 
     name = f"attention_warpgroups_{key_length}_{value_length}"
     attention.__name__ = attention.__qualname__ = name
-    return GpuKernel(name, attention, threads, grid, lambda _: shared_bytes, _REGISTERS)
+    registers = _REGISTERS if is_alone else _REGISTERS_OF_TWO
+    return GpuKernel(name, attention, threads, grid, lambda _: shared_bytes, registers)

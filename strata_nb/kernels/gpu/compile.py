@@ -24,6 +24,7 @@ from strata_nb.kernels.gpu.intrinsics.intrinsic import SINCE, UNTIL, Intrinsic, 
 from strata_nb.kernels.gpu.intrinsics.memory import SHARED_NAME
 from strata_nb.kernels.gpu.intrinsics.ordering import AWAIT_PREVIOUS
 from strata_nb.kernels.gpu.intrinsics.warpgroups import ACCELERATED, BOUNDARY
+from strata_nb.kernels.gpu.machine_code import loses_words
 from strata_nb.kernels.gpu.operations import GpuKernel
 
 Function = Callable[..., Any]
@@ -121,6 +122,11 @@ def link(ptx: str, target: str) -> Cubin:
         bindings.destroy(handle)
     if _SERIALISED in log:
         raise AssertionError(f"products of {entry} do not go on beside other instructions: {log}")
+    if ACCELERATED in ptx and loses_words(bytes(image), entry):
+        raise UnsupportedDevice(
+            f"the linker's code of {entry} for {target} overwrites what its products still read",
+            hint=_NEWER,
+        )
     # Two forms of the report are in use, of which one counts all local memory of a thread.
     registers = int(_number(r"[Uu]sed (\d+) registers", log))
     spills = int(_number(r"(\d+) bytes (?:spill stores|lmem)", log))

@@ -7,6 +7,11 @@ warpgroups that go on meanwhile. Of warp w of a warpgroup lane 4 * g + t has of 
 
 B has 64 halves side by side, in rows of 128 bytes as there; what is further on in a row lies in
 another matrix behind all rows.
+
+Words that products read in several turns of a loop are given to `keep_words` behind it. The linker
+of CUDA 13.0 does not see that a product of a later turn reads them, and puts other numbers into
+their registers; what another instruction reads behind the loop stays where it is. 13.1 and newer
+have no need of it.
 """
 
 from __future__ import annotations
@@ -85,3 +90,23 @@ def value_products(length: int, cells: int) -> Intrinsic:
 
     apart_bytes = ROW_BYTES * cells
     return _products("value", length, cells // _STEP, place, apart_bytes=apart_bytes, are_rows=True)
+
+
+@cache
+def keep_words(steps: int) -> Intrinsic:
+    """Return (words): reads the words of so many steps of A, and does nothing with them."""
+    words = range(4 * steps)
+    lines = ["{ .reg .pred p; .reg .b32 all; mov.b32 all, 0;"]
+    lines += [f"xor.b32 all, all, ${number};" for number in words]
+    # Whatever they are, nothing happens; what they are the linker does not know.
+    lines += ["setp.eq.s32 p, all, 1; @p nanosleep.u32 0; }"]
+
+    def emit(builder: Any, arguments: list[Any]) -> None:
+        from llvmlite import ir
+
+        given = [builder.extract_value(arguments[0], number) for number in words]
+        kind = ir.FunctionType(ir.VoidType(), [one.type for one in given])
+        constraints = ",".join([*"r" * len(given), "~{memory}"])
+        builder.call(ir.InlineAsm(kind, "\\0A\\09".join(lines), constraints, True), given)
+
+    return Intrinsic(f"keep_words_{steps}", f"void({4 * steps}xi32)", ptx=emit)
