@@ -47,6 +47,7 @@ from strata_nb.kernels.gpu.operations import Function
 from strata_nb.kernels.gpu.routing import key_of, without_nan
 from strata_nb.kernels.table import ROWS_WORDS
 
+MOST_EXPERTS = 256  # eight of a lane: what it knows of them fits its registers
 _STAMP_BITS = 32
 _LOOKS = 256  # at most, of half a microsecond or so
 _TAKEN = -(1 << 31)  # the key of an expert that is chosen, or not there: below those of all logits
@@ -76,9 +77,10 @@ def may_choose_early(offered: Any, listed: Any, forced: int) -> Any:
 class EarlyChoice(NamedTuple):
     """Hold device functions that choose, and how many bytes of shared memory they need.
 
-    ask    (addresses, lane): the addresses of a lane's experts, which `find` takes
+    ask    (addresses, thread): the addresses of a thread's experts, which `find` takes; those of
+           the first warp have some
     find   (posts, stamp, own, thread, choice): the address of the expert of a choice, 0 where
-           logits do not come. All threads take part, of which those of the first warp have asked
+           logits do not come. All threads take part
     """
 
     ask: Function
@@ -88,8 +90,8 @@ class EarlyChoice(NamedTuple):
 
 @cache
 def early_choice(experts: int, top_k: int, place: int) -> EarlyChoice:
-    """Return how experts are chosen early by a block; shared memory is there from `place` on, a
-    multiple of 8.
+    """Return how at most MOST_EXPERTS experts are chosen early by a block; shared memory is there
+    from `place` on, a multiple of 8.
 
     A lane has neighbours, as many as the others, and an even number.
     """
@@ -98,9 +100,10 @@ def early_choice(experts: int, top_k: int, place: int) -> EarlyChoice:
     look, are_there, keys_of = _of_pairs(pairs, experts)
     largest_of, taken_of = _largest(each), _taken(each)
     addresses_of, chosen_of = _addresses(each, experts - 1), _chosen(each)
+    nobody = (0,) * each
 
-    def ask(addresses: int, lane: Any) -> Any:
-        return addresses_of(addresses, each * lane)
+    def ask(addresses: int, thread: Any) -> Any:
+        return addresses_of(addresses, each * thread) if thread < WARP else nobody
 
     def choose(posts: int, stamp: Any, own: Any, lane: Any, choice: Any) -> None:
         """Bring the address of a choice to shared memory: all lanes of a warp."""

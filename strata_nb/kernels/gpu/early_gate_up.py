@@ -17,7 +17,7 @@ from strata_nb.fill_plans import LISTED, OFFERED
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.binding import with_loads, with_shared
 from strata_nb.kernels.gpu.card_launch import CardLaunch
-from strata_nb.kernels.gpu.early_choice import early_choice, may_choose_early
+from strata_nb.kernels.gpu.early_choice import MOST_EXPERTS, early_choice, may_choose_early
 from strata_nb.kernels.gpu.expert_gate_up import (
     GATE_UP_THREADS,
     GROUPS,
@@ -78,7 +78,7 @@ def early_gate_up(launch: CardLaunch, router: Arguments) -> CardLaunch | None:
     gate, up = launch.variant
     experts, width = router["experts"], given["values"]
     is_packed = not {gate, up} & UNPACKED
-    if not is_packed or experts > GATE_UP_THREADS:
+    if not is_packed or experts > MOST_EXPERTS:
         return None
     of_these = given["blobs"] == router["blobs"] and given["x"] == router["packed"]
     if not of_these or given["rows"] != router["rows"]:
@@ -165,7 +165,7 @@ def early_gate_up_kernel(
         up_at = once_i64(up_offset + first * up_bytes)
         of_block = min(outputs - block, SUB_BLOCK)
         here, offered, listed = load_i64(rows), load_i64(plan + OFFERED), load_i64(plan + LISTED)
-        own = ask_addresses(addresses, lane)
+        own = ask_addresses(addresses, thread)
         normed = norm(x, ask(norm_weight, thread), thread, eps, norm_at)
         each(normed, thread, 0, row_at)
         fill_gate(thread)

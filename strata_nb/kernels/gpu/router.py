@@ -17,7 +17,6 @@ from functools import cache
 from typing import Any
 
 from strata_nb.formats import TensorType, row_bytes
-from strata_nb.kernels.gpu.binding import with_loads
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.early_choice import post_logit, posts_at
 from strata_nb.kernels.gpu.early_gate_up import early_gate_up
@@ -29,9 +28,12 @@ from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     await_previous,
     barrier,
+    bits_of_f32,
     block_x,
     f32,
     fetch_f32,
+    hold,
+    i32,
     i64,
     load_i64,
     shared_load_4xf32,
@@ -143,7 +145,7 @@ def router_kernel(kind: TensorType, width: int, experts: int, top_k: int, pools:
     Its grid is experts / 8 * parts, of 256 threads. Each block reads the row and the norm's
     weights, 8 bytes a value, and its part of the router.
     """
-    size, eight = FLOATS[kind].size_bytes, with_loads(FLOATS[kind].eight)
+    size, _, eight = FLOATS[kind]
     parts = parts_of(width)
     each, step = WARPS // parts, EIGHT * WARP * parts
     blocks, last = blocks_of(experts, each), width - EIGHT
@@ -211,7 +213,9 @@ def router_kernel(kind: TensorType, width: int, experts: int, top_k: int, pools:
         second = eight(of_output + size * min(value + step, last))
         norm_weights = ask(norm_weight, thread)
         before = fetch_f32(bias + 4 * output) if bias != 0 else f32(0.0)
+        of_expert = of_thread(thread, experts, addresses, homes, seen, plan)
         here = load_i64(rows)
+        hold(i32(bits_of_f32(first[0]) ^ bits_of_f32(second[0]) ^ bits_of_f32(norm_weights[0])))
         await_previous()
         if here == 0:
             return
@@ -231,7 +235,6 @@ def router_kernel(kind: TensorType, width: int, experts: int, top_k: int, pools:
             logit = total + before if bias != 0 else total
             post_logit(posts, output, logit, stamp)
             store_f32(logits + 4 * output, logit)
-        of_expert = of_thread(thread, experts, addresses, homes, seen, plan)
         if is_last(rows + ARRIVED, blocks, thread, place):
             route_one(
                 0,
