@@ -160,7 +160,9 @@ def test_a_row_that_the_launch_in_front_still_writes_is_not_normed_by_blocks_tha
     case = Case(6, 2, 256)
     words: dict[str, int | float] = {"rows": case.at("rows"), "index": 0, "packed": 0}
     words |= {"x": case.at("norm_weight"), "weight": case.at("norm_weight"), "out": case.at("row")}
-    (norm,) = card_launches([launch("rms_norm", {**words, "parts": 1, "width": 256, "eps": EPS})], 1)
+    (norm,) = card_launches(
+        [launch("rms_norm", {**words, "parts": 1, "width": 256, "eps": EPS})], 1
+    )
     written = [case.arrays[name] for name in ("row", "inner")]
     read = [array for name, array in case.arrays.items() if name not in {"row", "inner"}]
     memory = gpu_simulator.Memory(written, read)
