@@ -149,8 +149,10 @@ def bytes_of_rows(one: CardLaunch, rows: int, model: Description) -> int:
         "warpgroup_halves": row_bytes(values) + halves * values,
         "warpgroup_linear": halves * values + FLOAT * outputs * (2 if given.get("add") else 1),
         "batch_linear_f": FLOAT * (values + outputs),
+        "batch_linear_tiles": FLOAT * (values + outputs),
         "batch_linear_": row_bytes(values) + FLOAT * outputs * (2 if given.get("add") else 1),
         "prepare": 2 * FLOAT * queries + (FLOAT + halves) * lengths,
+        "batch_prepare": 2 * FLOAT * queries + (FLOAT + halves) * lengths,
         "attention": FLOAT * (queries + mixed),
         "route": FLOAT * given.get("experts", 0) + (WORD + FLOAT) * choices,
         "batch_count": WORD * choices,
@@ -158,7 +160,8 @@ def bytes_of_rows(one: CardLaunch, rows: int, model: Description) -> int:
         "batch_expert": choices * (row_bytes(values) + FLOAT * outputs),
         "batch_up": choices * (row_bytes(values) + FLOAT * outputs + row_bytes(outputs)),
         "warpgroup_gate_up": halves * (values + choices * outputs),
-        "warpgroup_expert": choices * (halves * values + FLOAT * outputs),
+        "warpgroup_expert": choices * halves * (values + outputs),
+        "warpgroup_sum": outputs * (choices * halves + 2 * FLOAT),
         "batch_sum": FLOAT * outputs * (choices + 2),
     }
     found = [size for prefix, size in each.items() if name.startswith(prefix)]

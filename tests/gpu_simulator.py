@@ -304,11 +304,11 @@ def _all_the_same(words: Sequence[tuple[int, int]]) -> list[None]:
 _PRODUCTS: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
     "shared_load_matrices": _matrices,
     "shared_load_turned": _turned,
-    "lanes_of": lambda words: (
-        [_signed(sum(1 << lane for lane, one in enumerate(words) if one[0] != 0), 32)] * len(words)
-    ),
     "largest_of_lanes": lambda words: [max(one[0] for one in words)] * len(words),
     "of_any_lane": lambda words: [int(any(one[0] for one in words))] * len(words),
+    "lanes_where": lambda words: (
+        [_low_word(sum((one[0] != 0) << lane for lane, one in enumerate(words)))] * len(words)
+    ),
     "mma_of_halves": _product,
     "mma_16x8x16": _product_of_bytes,
     "mma_16x8x32": _product_of_bytes,
@@ -488,6 +488,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "as_one": lambda address: address,
     "quotient_i32": lambda a, b: a // b,
     "shifted_down": _shifted_down,
+    "bits_set": lambda word: (word & 0xFFFFFFFF).bit_count(),
     "f32_of_i32": np.float32,
     "f32": np.float32,
 }
@@ -595,8 +596,6 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
             return struct.unpack_from("<2q", *memory.check(place, 16, "load"))
 
         return posted
-    if name == "ones_of":
-        return lambda word: (word & 0xFFFFFFFF).bit_count()
     if name == "barrier":
         return lambda: getcurrent().parent.switch(("barrier", None, 0))
     if name in ("shared_load_matrices", "shared_load_turned"):

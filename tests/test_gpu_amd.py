@@ -17,12 +17,15 @@ from gpu_launches import OF_CARDS, shaped, shaped_for_card
 from strata_nb.formats import CACHE_TYPES, TensorType
 from strata_nb.kernels.gpu.attention_batches import batch_attention_kernel
 from strata_nb.kernels.gpu.attention_tiles import tiles_attention_kernel
+from strata_nb.kernels.gpu.batch_float_tiles import batch_float_tiles_kernel
+from strata_nb.kernels.gpu.batch_preparing import batch_prepare_kernel
 from strata_nb.kernels.gpu.batches import BATCH_KERNELS
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.compile import llvm_code
 from strata_nb.kernels.gpu.intrinsics.memory import SHARED_NAME
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.kernels.gpu.preparing import ARGUMENTS as PREPARE
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED
 from strata_nb.kernels.gpu.router import with_routers
 from strata_nb.kernels.table import KERNELS
@@ -182,6 +185,20 @@ def test_a_router_and_what_chooses_behind_it_become_code_of_other_cards() -> Non
 )
 def test_attention_of_a_batch_becomes_code_of_other_cards(kernel: GpuKernel) -> None:
     lower_kernel(kernel, [one.kind for one in KERNELS["attention"].arguments])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(UNPACKED), ids=lambda kind: kind.name)
+def test_floats_of_very_many_rows_become_code_of_other_cards(kind: TensorType) -> None:
+    made = batch_float_tiles_kernel(kind, 2048)
+    lower_kernel(made, [one.kind for one in KERNELS["linear"].arguments])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("halves", [0, 1])
+def test_what_prepares_many_rows_becomes_code_of_other_cards(halves: int) -> None:
+    made = batch_prepare_kernel(("f16", "int8"), (128, 128), 64, halves)
+    lower_kernel(made, [kind for _, kind in PREPARE])
 
 
 @pytest.mark.slow

@@ -137,6 +137,20 @@ def _in_own_order(lengths: Sequence[int]) -> Iterator[CardLaunch]:
         yield from card_launches((one,), OF_BATCHES[-1], same_bits=False)
 
 
+def _of_very_many_rows(*, lengths: bool) -> Iterator[CardLaunch]:
+    """Yield products by weights of floats, and what makes queries, keys and values ready."""
+    rows = OF_BATCHES[-1]
+    floats = product(sorted(UNPACKED), (2048, 2880)) if lengths else [(T.F32, 2048), (T.F16, 2880)]
+    for kind, values in floats:
+        yield from card_launches((shaped("linear", kind, values=values, outputs=128),), rows)
+    pairs = product(CACHE_TYPES, repeat=2) if lengths else [("f16", "f16")]
+    for pair, length, halves in product(pairs, (128, 256), (0, 1)):
+        rotation = {"planes": length // 2, "halves": halves}
+        rope = shaped("rope", length=length, **rotation)
+        store = shaped("kv_append", pair, key_length=length, value_length=length, **rotation)
+        yield from card_launches((rope, store), rows)
+
+
 Kernels = dict[str, CardLaunch]
 
 
@@ -167,7 +181,8 @@ def every_kernel(*, lengths: bool = False) -> Kernels:
     early = _early(sorted(PACKED) if lengths else OF_EARLY)
     others = [(kind,) * 3 for kind in UNTABLED] if lengths else []
     rows = _rows_normed([*OF_QUERIES, *others])
-    for made in (*together, *normed, *routers, *ready, *early, *rows, *attention):
+    many = _of_very_many_rows(lengths=lengths)
+    for made in (*together, *normed, *routers, *ready, *early, *rows, *attention, *many):
         found[made.kernel.name] = made
     return found
 

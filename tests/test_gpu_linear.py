@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from strata_nb.errors import UnsupportedDevice
 from strata_nb.formats import TensorType, block_layout
-from strata_nb.kernels.gpu import operations
+from strata_nb.kernels.gpu import batches, operations
+from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.linear import linear_kernel
 from strata_nb.kernels.gpu.products import DECODERS
 from strata_nb.kernels.reference import Floats
@@ -167,6 +168,54 @@ def test_the_product_of_a_row_does_not_depend_on_its_company(
     for first, last in ((0, 1), (2, 4), (3, 4), (4, 5)):
         alone = linear(gpu, matrix, x[first:last])
         assert same_bits(alone, together[first:last]), (first, last)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "rows", "outputs"),
+    [
+        (T.F32, 264, 66, 3),  # chains of one turn and of two
+        (T.F16, 264, 3, 66),
+        (T.BF16, 56, 9, 2),  # most lanes have nothing
+        pytest.param(T.F32, 1024, 9, 5, marks=pytest.mark.slow),  # two parts, two whole turns
+        pytest.param(T.BF16, 2304, 10, 2, marks=pytest.mark.slow),  # eight parts
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_very_many_rows_have_the_bits_of_each_alone(
+    gpu: gpu_launches.Run,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: TensorType,
+    values: int,
+    rows: int,
+    outputs: int,
+) -> None:
+    monkeypatch.setattr(batches, "SIDE", 1)
+    monkeypatch.setattr(batches, "MANY_SUMS", 1)
+    matrix, x = Matrix.random(kind, outputs, values), normal(rows, values, seed=1)
+    x[0, 0], x[1, values - 1] = -0.0, np.inf
+    bias, before = normal(outputs, seed=2), normal(rows, outputs, seed=3)
+    together = linear(gpu, matrix, x, bias=bias, y=before, most_rows=rows + 2)
+    for row in (0, 1, rows - 1):
+        own = slice(row, row + 1)
+        alone = linear(gpu, matrix, x[own], bias=bias, y=before[own], most_rows=1)
+        assert same_bits(alone, together[own]), row
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "values", "name"),
+    [
+        (4096, 128, 2048, "batch_linear_tiles_f32_2048"),
+        (1024, 128, 2048, "batch_linear_f32_4"),
+        (9, 32_000, 2048, "batch_linear_f32_4"),  # seven rows of eight would be nobody's
+        (4096, 128, 2049, "linear_f32_odd"),
+    ],
+)
+def test_very_many_rows_have_a_kernel_of_their_own(
+    rows: int, outputs: int, values: int, name: str
+) -> None:
+    linear = gpu_launches.shaped("linear", T.F32, outputs=outputs, values=values)
+    (found,) = card_launches((linear,), rows)
+    assert found.kernel.name == name
 
 
 def test_a_matrix_of_extreme_quants_does_not_overflow(gpu: gpu_launches.Run) -> None:

@@ -16,7 +16,7 @@ from kv_store import Store, random_heads
 from numpy.typing import NDArray
 
 from strata_nb.formats import CACHE_TYPES
-from strata_nb.kernels.gpu import attention_halves, attention_ready
+from strata_nb.kernels.gpu import attention_halves, attention_launches, attention_ready
 from strata_nb.kernels.gpu.attention_launches import with_runs
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.launches import card_launch, card_launches
@@ -143,7 +143,7 @@ class Layer:
         else:
             found = [made for one in program if (made := card_launch(one)) is not None]
         for one in found:
-            stores = one.kernel.name.startswith(("prepare", "kv_append"))
+            stores = one.kernel.name.startswith(("prepare", "batch_prepare", "kv_append"))
             simulate(one, MOST_ROWS, storing if stores else reading)
 
 
@@ -191,6 +191,54 @@ def test_heads_of_the_usual_lengths_are_prepared_with_the_same_bits(
     assert np.array_equal(fused.kv.memory, single.kv.memory)
     assert np.array_equal(fused.named["q"], single.named["q"])
     assert not np.array_equal(single.named["q"], random_heads(MOST_ROWS, HEADS, lengths[0]))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "lengths", "planes", "halves"),
+    [
+        (("f16", "f16"), (128, 128), 64, 1),
+        (("f16", "int8"), (64, 128), 32, 1),
+        (("int8", "f32"), (128, 64), 32, 1),  # half of a head is rotated
+        (("f32", "f16"), (64, 64), 32, 0),
+        (("f16", "f16"), (128, 64), 16, 0),
+    ],
+    ids=str,
+)
+def test_cells_of_many_rows_are_prepared_with_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: tuple[str, str],
+    lengths: tuple[int, int],
+    planes: int,
+    halves: int,
+) -> None:
+    monkeypatch.setattr(attention_launches, "PREPARED_ROWS", MOST_ROWS)
+    for normed in (True, False):
+
+        def program(layer: Layer, normed: bool = normed) -> list[Launch]:
+            return (layer.norms() if normed else []) + layer.storing()
+
+        fused, single = both(lambda: Layer.make(kinds, lengths, planes, halves), program)
+        (launched,) = card_launches(tuple(program(fused)), MOST_ROWS)
+        assert launched.kernel.name.startswith("batch_prepare")
+        assert np.array_equal(fused.kv.memory, single.kv.memory)
+        assert np.array_equal(fused.named["q"], single.named["q"])
+        assert not np.array_equal(fused.named["q"], random_heads(MOST_ROWS, HEADS, lengths[0]))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "planes", "halves"),
+    [((128, 80), 64, 1), ((96, 64), 32, 1), ((128, 64), 40, 1), ((64, 64), 24, 0)],
+    ids=str,
+)
+def test_many_rows_of_other_heads_are_prepared_as_few(
+    lengths: tuple[int, int], planes: int, halves: int
+) -> None:
+    layer = Layer.make(("f16", "f16"), lengths, planes, halves)
+    found = [
+        [one.kernel.name for one in card_launches(tuple(layer.norms() + layer.storing()), rows)]
+        for rows in (attention_launches.PREPARED_ROWS - 1, attention_launches.PREPARED_ROWS)
+    ]
+    assert found[0] == found[1]
 
 
 def test_norms_of_long_heads_stay_launches_of_their_own() -> None:

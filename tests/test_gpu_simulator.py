@@ -11,6 +11,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     arrive,
     await_previous,
     barrier,
+    bits_set,
     block_x,
     block_z,
     blocks_z,
@@ -18,14 +19,13 @@ from strata_nb.kernels.gpu.intrinsics import (
     fetch_f32,
     i32,
     i64,
-    lanes_of,
+    lanes_where,
     largest_of_lanes,
     load_f32,
     load_i32,
     mma_16x8x16,
     mma_16x8x32,
     mma_of_halves,
-    ones_of,
     post_i64,
     shared_add_i64,
     shared_load_f32,
@@ -63,10 +63,10 @@ def test_a_warp_finds_its_largest_word_and_who_has_it() -> None:
         lane = i64(thread_index())
         word = load_i32(x + 4 * lane)
         largest = largest_of_lanes(word)
-        lanes = lanes_of(i32(1 if word == largest else 0))
+        lanes = lanes_where(i32(1 if word == largest else 0))
         store_i32(y + 12 * lane, largest)
         store_i32(y + 12 * lane + 4, lanes)
-        store_i32(y + 12 * lane + 8, ones_of(lanes))
+        store_i32(y + 12 * lane + 8, bits_set(lanes))
 
     x, y = np.full(32, -(1 << 31), np.int32), np.zeros((32, 3), np.int32)
     x[[3, 30, 31]] = -7
@@ -78,7 +78,7 @@ def test_a_vote_that_some_lanes_miss_is_a_fault() -> None:
     def kernel(y: int) -> None:
         lane = i64(thread_index())
         if lane < 31:
-            store_i32(y + 4 * lane, lanes_of(i32(1)))
+            store_i32(y + 4 * lane, lanes_where(i32(1)))
 
     with pytest.raises(KernelFault, match="31 of 32 lanes of a warp meet"):
         run(kernel, np.zeros(32, np.int32))

@@ -18,6 +18,7 @@ from test_gpu_linear import buffer_of
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu import compile as gpu_compile
 from strata_nb.kernels.gpu.batches import BATCH_KERNELS
+from strata_nb.kernels.gpu.functions import arguments_of
 from strata_nb.kernels.gpu.gathering import sum_kernel
 from strata_nb.kernels.gpu.half_stages import ROWS_BY
 from strata_nb.kernels.gpu.intrinsics.warpgroups import WITH_WARPGROUPS
@@ -25,6 +26,7 @@ from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
 from strata_nb.kernels.gpu.warpgroup_launches import WARPGROUP_KERNELS, rows_of_tile
 from strata_nb.kernels.gpu.warpgroup_tiles import SIZES
+from strata_nb.kernels.program import launch
 from strata_nb.kernels.reference import Floats
 from strata_nb.packing import PACKED
 
@@ -162,6 +164,7 @@ def test_warpgroups_pass_a_layers_experts() -> None:
         "warpgroup_halves",
         "warpgroup_gate_up_q8_0_64",
         "warpgroup_expert_q8_0_64",
+        "warpgroup_sum_1",
     ]
     memory = gpu_simulator.Memory(written, [held.memory, *(arrays[name] for name in read)])
     for one in launches:
@@ -178,6 +181,75 @@ def test_warpgroups_pass_a_layers_experts() -> None:
     y = plain.expert_down(halves[members], starts, places, shares, held.weights(2), before)
     np.testing.assert_allclose(arrays["y"][:rows], y, rtol=2e-3, atol=2e-3)
     assert np.all(arrays["y"][rows:] == UNTOUCHED)
+
+
+def test_products_of_choices_are_rounded_to_halves(warpgroups: gpu_launches.Run) -> None:
+    kind, rows, outputs, values, top_k = T.Q8_0, 70, 136, 64, 2  # blocks of 128 and 8 outputs
+    held = Experts(2, (kind, outputs, values))
+    x, y = normal(rows * top_k, values, seed=1), np.full((rows * top_k + 1, outputs), -7)
+    places = np.random.default_rng(2).permutation(rows * top_k)
+    y = aligned(y.astype(np.float16))
+    words = {
+        "tiles": aligned(np.array([2, 0, 0, 64, 1, 64, rows * top_k - 64, 0, 0, 0])),
+        "sources": aligned(places),
+        "targets": aligned(places),
+        "addresses": held.addresses,
+        "x": buffer_of((ROWS_BY * x).astype(np.float16), rows * top_k),
+        "y": y,
+        "offset": held.offsets[0],
+        "values": values,
+        "outputs": outputs,
+        "experts": 2,
+        "top_k": top_k,
+    }
+    variant, tables = (kind, 128), [held.memory]
+    warpgroups("warpgroup_expert", words, ["y"], variant=variant, most_rows=rows, tables=tables)
+    for expert, some in enumerate((places[:64], places[64:])):
+        matrix = held.parts[0][expert]
+        wanted = plain.linear(x[some].astype(np.float64), matrix.weight)
+        found = y[some].astype(np.float64) / ROWS_BY
+        near = bound(matrix, x[some]) + 2.0**-11 * np.abs(wanted)
+        assert np.all(np.abs(found - wanted) <= near)
+    assert np.all(y[-1] == -7)
+
+
+@pytest.mark.parametrize(("top_k", "outputs"), [(1, 8), (3, 1032)])
+def test_halves_of_a_rows_choices_are_added_up_in_their_order(
+    gpu: gpu_launches.Run, top_k: int, outputs: int
+) -> None:
+    rows = 3
+    products = (ROWS_BY * normal(rows * top_k, outputs, seed=1)).astype(np.float16)
+    shares, before = normal(rows, top_k, seed=2), normal(rows, outputs, seed=3)
+    y = aligned(np.concatenate([before, np.full((1, outputs), UNTOUCHED)]))
+    words = {
+        "rows": np.array([rows]),
+        "products": aligned(products),
+        "shares": aligned(shares),
+        "y": y,
+        "top_k": top_k,
+        "outputs": outputs,
+    }
+    gpu("warpgroup_sum", words, ["y"], most_rows=rows + 1)
+    total = np.zeros((rows, outputs), np.float32)
+    for choice in range(top_k):
+        share = shares[:, choice, None].astype(np.float64) / ROWS_BY
+        total = (share * products[choice::top_k] + total).astype(np.float32)
+    assert np.array_equal(y[:rows], before + total)
+    assert np.all(y[rows:] == UNTOUCHED)
+
+
+def test_choices_whose_products_are_no_whole_pieces_are_multiplied_as_bytes() -> None:
+    kind, rows, experts, width, inner_width = T.Q8_0, 50, 2, 128, 64
+    shapes = (kind, inner_width, width), (kind, inner_width, width), (kind, OUT, inner_width)
+    x = normal(rows, width, seed=1)
+    program, _ = layer(
+        Experts(experts, *shapes), Routes.of(rows, experts), x, inner_width, rows, kind
+    )
+    *others, down = program
+    odd = launch("expert_down", arguments_of(down) | {"outputs": OUT + 4}, variant=down.variant)
+    for last, multiplied in (down, "warpgroup_expert_q8_0_64"), (odd, "batch_expert_q8_0"):
+        found = card_launches((*others, last), rows, warpgroups=True)
+        assert found[-2].kernel.name == multiplied
 
 
 def code_of(name: str, kind: TensorType, rows: int) -> tuple[GpuKernel, gpu_compile.Cubin]:

@@ -21,7 +21,7 @@ Kernels and what they are made of, in the order of a step:
     embedding.py
     normalising.py, held_rows.py, activations.py, gating.py     norms, quantising, gates of rows
     linear.py, one_row.py, normed_rows.py, float_linear.py      rows times a weight
-    rotation.py, preparing.py, planes.py                        positions, the K/V
+    rotation.py, preparing.py, batch_preparing.py, planes.py    positions, the K/V
     attention.py, attention_halves.py, halves.py, runs.py, combining.py
                                                                 attention of windows
     attention_tiles.py, attention_sets.py, attention_products.py, attention_results.py

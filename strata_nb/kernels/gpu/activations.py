@@ -1,7 +1,7 @@
 """Quantise activations to bytes on a card: rows as `kernels/quantised_rows.py` lays them out.
 
-A warp quantises a sub-block, each lane one of its 32 values. `quantise_sub_block` is for every
-kernel whose result is wanted in this form as well.
+Four lanes quantise a sub-block, each eight of its 32 values. `quantise_sub_block` and
+`quantise_quarter` are for every kernel whose result is wanted in this form as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 from strata_nb.kernels.gpu.intrinsics import (
-    WARP,
     bits_of_f32,
     block_x,
     block_y,
@@ -18,10 +17,11 @@ from strata_nb.kernels.gpu.intrinsics import (
     f32_of_bits,
     i32,
     i64,
-    load_f32,
+    load_4xf32,
     load_i64,
     nearest_i32,
     shuffle_xor_i32,
+    store_2xi32,
     store_f32,
     store_i8,
     store_i32,
@@ -38,7 +38,7 @@ from strata_nb.kernels.quantised_rows import (
 from strata_nb.packing import SUB_BLOCK
 
 _THREADS = 256
-_WARPS = _THREADS // WARP
+_QUARTERED = _THREADS // 4  # sub-blocks of a block of threads
 
 # Magnitudes are compared as their bits, where NaN > infinity > all others.
 _MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
@@ -125,8 +125,7 @@ def quantise_quarter(
     quarter = lane & 3
     if is_wanted:
         place = target_row + SUB_BLOCK * number + 8 * quarter
-        store_i32(place, first)
-        store_i32(place + 4, second)
+        store_2xi32(place, first, second)
         if quarter == 0:
             store_f32(target_row + SCALES * sub_blocks + 4 * number, scale)
             store_i32(target_row + SUMS * sub_blocks + 4 * number, whole)
@@ -136,23 +135,26 @@ def quantise_quarter(
 
 def _quantise(rows: int, x: int, packed: int, times: int, values: int) -> None:
     row, sub_blocks = i64(block_y()), values >> 5
-    number = i64(block_x()) * _WARPS + (thread_index() >> 5)
-    if row >= load_i64(rows) * times or number >= sub_blocks:
+    thread = i64(thread_index())
+    number = i64(block_x()) * _QUARTERED + (thread >> 2)
+    if row >= load_i64(rows) * times:
         return
-    lane = i64(thread_index() & 31)
-    value = load_f32(x + 4 * (values * row + SUB_BLOCK * number + lane))
+    is_wanted = number < sub_blocks
+    number = min(number, sub_blocks - 1)
+    place = x + 4 * (values * row + SUB_BLOCK * number + 8 * (thread & 3))
+    eight = *load_4xf32(place), *load_4xf32(place + 16)
     target_row = packed + SUB_BLOCK_BYTES * sub_blocks * row
-    quantise_sub_block(value, lane, target_row, sub_blocks, number)
+    quantise_quarter(eight, thread & 31, target_row, sub_blocks, number, is_wanted)
 
 
 def _grid(arguments: Arguments, most_rows: int) -> Grid:
     sub_blocks = arguments["values"] // SUB_BLOCK
-    return blocks_of(sub_blocks, _WARPS), most_rows * arguments["times"], 1
+    return blocks_of(sub_blocks, _QUARTERED), most_rows * arguments["times"], 1
 
 
 @cache
 def quantise_kernel() -> GpuKernel:
-    """Return `quantise` of the table: a warp for each sub-block, a grid row for each row.
+    """Return `quantise` of the table: four lanes for each sub-block, a grid row for each row.
 
     Moves 4 bytes of x and 1.5 of the result for each value.
     """

@@ -1,7 +1,7 @@
 """What a card launches for the attention of a layer: fewer and other kernels than the table's.
 
     table                                          card
-    (rms_norm of q, of k,) rope, kv_append         prepare
+    (rms_norm of q, of k,) rope, kv_append         prepare, of many rows batch_prepare
     attention (, quantise of its result)           attention by runs, combine
     attention of many rows                         attention
 
@@ -23,6 +23,7 @@ from strata_nb.kernels.gpu.attention_tiles import (
     tiles_attention_kernel,
 )
 from strata_nb.kernels.gpu.attention_warpgroups import warpgroup_attention_kernel
+from strata_nb.kernels.gpu.batch_preparing import batch_prepare_kernel, rotates
 from strata_nb.kernels.gpu.batches import WINDOW_ROWS
 from strata_nb.kernels.gpu.card_launch import CardLaunch, card_launch
 from strata_nb.kernels.gpu.combining import ARGUMENTS as COMBINE
@@ -35,6 +36,7 @@ from strata_nb.kernels.program import Launch
 from strata_nb.kernels.runs import work_bytes
 
 SOME_BLOCKS = 64  # of threads: half of a large card's multiprocessors are busy
+PREPARED_ROWS = 256  # of which each has a block: with fewer, blocks of a head are done sooner
 MANY_BLOCKS = 256  # of threads: two for each multiprocessor of a large card
 
 Own = Callable[[int, int], GpuKernel]
@@ -74,7 +76,7 @@ def _fused(program: Sequence[Launch], start: int, rows: int, own: Own | None) ->
         names = ("rms_norm", "rms_norm", "rope", "kv_append")[0 if normed else 2 :]
         found = program[start : start + len(names)]
         if tuple(one.kernel for one in found) == names:
-            made = _prepare(found, normed=normed)
+            made = _prepare(found, rows, normed=normed)
             if made is not None:
                 return Fused([made], len(names))
     return None
@@ -120,7 +122,7 @@ def _fills_a_card(rows: int, given: Mapping[str, int]) -> bool:
     return blocks_for(rows, given) >= MANY_BLOCKS and maxima_bytes(rows, given) <= work
 
 
-def _prepare(found: Sequence[Launch], *, normed: bool) -> CardLaunch | None:
+def _prepare(found: Sequence[Launch], rows: int, *, normed: bool) -> CardLaunch | None:
     """Return the launch of `prepare` in place of those of the table, None where they do not fit."""
     *norms, rope, store = (arguments_of(one) for one in found)
     shared = ("rows", "positions", "table", "planes", "halves")
@@ -158,7 +160,12 @@ def _prepare(found: Sequence[Launch], *, normed: bool) -> CardLaunch | None:
     }
     variant = found[-1].variant
     assert isinstance(variant, tuple)  # noqa: S101 - the table says so
-    kernel = prepare_kernel(*variant, store["key_length"], store["value_length"])
+    lengths = store["key_length"], store["value_length"]
+    rotation = rope["planes"], rope["halves"]
+    if rows >= PREPARED_ROWS and rotates(lengths, *rotation):
+        kernel = batch_prepare_kernel(variant, lengths, *rotation)
+    else:
+        kernel = prepare_kernel(*variant, *lengths)
     arguments = {name: values[name] for name, _ in PREPARE}
     label = found[-1].label.replace("kv_append", "prepare")
     return CardLaunch(kernel, label, arguments, tuple(kind for _, kind in PREPARE))

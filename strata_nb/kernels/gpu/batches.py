@@ -1,6 +1,7 @@
 """Find what a card launches otherwise for the rows of a prompt batch than for those of a window.
 
-    linear            `grouped.py`: tensor cores; `batch_floats.py`: weights of floats
+    linear            `grouped.py`: tensor cores; weights of floats: `batch_floats.py`, and of many
+                      rows `batch_float_tiles.py`
     a layer's experts
 
         the table                       a card, for a batch
@@ -21,6 +22,7 @@ from typing import Any
 
 from strata_nb.formats import TensorType
 from strata_nb.kernels.gpu.attention_slices import SLICES
+from strata_nb.kernels.gpu.batch_float_tiles import SIDE, batch_float_tiles_kernel
 from strata_nb.kernels.gpu.batch_floats import batch_float_kernel
 from strata_nb.kernels.gpu.batch_products import (
     batch_expert_kernel,
@@ -38,6 +40,7 @@ from strata_nb.kernels.gpu.one_row import warps_of
 from strata_nb.kernels.gpu.routed import CARD_KERNELS, FUSED, card_kernel
 from strata_nb.kernels.gpu.warpgroup_launches import (
     WARPGROUP_KERNELS,
+    adds,
     halves_at,
     rows_of_block,
     rows_of_tile,
@@ -48,6 +51,7 @@ from strata_nb.kernels.program import Launch
 from strata_nb.packing import PACKED, UNPACKED
 
 WINDOW_ROWS = 8  # more of them are a batch
+MANY_SUMS = 1_700 * 128  # of floats: from so many on tiles of them are sooner on an H200
 
 BATCH_KERNELS = {
     "batch_slices": SLICES,
@@ -105,15 +109,23 @@ def with_batches(
             continue
         halved = 0
         if isinstance(one, Launch) and one.kernel == "linear" and one.variant in UNPACKED:
-            kind, values = TensorType(one.variant), arguments_of(one)["values"]
-            made = card_launch(one)
-            yield made if values % EIGHT else made._replace(kernel=batch_float_kernel(kind, values))
+            yield _of_floats(one, TensorType(one.variant), rows)
         elif tuple(part.kernel for part in layer) == FUSED and _is_packed(*layer[-2:]):
             yield from _routed(rows, *layer, warpgroups=warpgroups)
             number += len(FUSED) - 1
         else:
             yield one
         number += 1
+
+
+def _of_floats(one: Launch, kind: TensorType, rows: int) -> CardLaunch:
+    """Return a product by weights of floats, of so many rows."""
+    given, made = arguments_of(one), card_launch(one)
+    if given["values"] % EIGHT:
+        return made
+    are_many = rows >= SIDE and rows * given["outputs"] >= MANY_SUMS
+    chosen = batch_float_tiles_kernel if are_many else batch_float_kernel
+    return made._replace(kernel=chosen(kind, given["values"]))
 
 
 def _is_packed(gate_up: Launch, down: Launch) -> bool:
@@ -152,8 +164,8 @@ def _routed(
     gate, up = _pair(gate_up)
     products = {"sources": given["members"], "y": outer["products"], "offset": outer["down_offset"]}
     of_tile = rows_of_tile(rows, given["top_k"], given["experts"])
-    both = takes(inner["values"]) and takes(outer["values"]) and gate == up
-    if warpgroups and both and of_tile:
+    all_taken = takes(inner["values"]) and takes(outer["values"]) and adds(outer["outputs"])
+    if warpgroups and all_taken and gate == up and of_tile:
         halves = halves_at(inner["x"], rows, inner["values"])
         yield _part("warpgroup_halves", gate_up.label, inner | {"halves": halves})
         yield _part("warpgroup_group", group.label, given, of_tile)
@@ -161,7 +173,7 @@ def _routed(
         variant = TensorType(down.variant), of_tile  # type: ignore[arg-type]
         products |= {"x": inner["inner"]}
         yield _part("warpgroup_expert", down.label, outer | products, variant)
-        yield _part("batch_sum", down.label, outer)
+        yield _part("warpgroup_sum", down.label, outer)
         return
     yield _part("batch_group", group.label, given)
     words = {**inner, "y": inner["inner"], "offset": inner["gate_offset"], "parts": PARTS}

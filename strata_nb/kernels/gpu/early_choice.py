@@ -31,13 +31,13 @@ from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     barrier,
     bits_of_f32,
+    bits_set,
     f32_of_bits,
     i32,
     i64,
-    lanes_of,
+    lanes_where,
     largest_of_lanes,
     load_i64,
-    ones_of,
     post_i64,
     posted_2xi64,
     shared_load_i64,
@@ -112,23 +112,23 @@ def early_choice(experts: int, top_k: int, place: int) -> EarlyChoice:
         while not are_there(words, first, stamp) and looks > 1:
             words = look(posts, first)
             looks -= 1
-        late = lanes_of(i32(0 if are_there(words, first, stamp) else 1))
+        late = lanes_where(i32(0 if are_there(words, first, stamp) else 1))
         keys, below = keys_of(words, first), i32((1 << lane) - 1)
         taken, turn = i32(0), 0
         while turn < top_k:
             mine = largest_of(keys)
             most = largest_of_lanes(mine)
             # Of equal ones the lowest number comes first.
-            if lanes_of(i32(1 if mine == most else 0)) & below == 0 and mine == most:
+            if lanes_where(i32(1 if mine == most else 0)) & below == 0 and mine == most:
                 bit, keys = taken_of(keys, most)
                 taken = i32(taken | bit)
             turn += 1
         before, number = i64(0), 0
         while number < each:
-            before += i64(ones_of(i32(lanes_of(i32(taken >> number & 1)) & below)))
+            before += i64(bits_set(i32(lanes_where(i32(taken >> number & 1)) & below)))
             number += 1
         left = choice - before
-        if left >= 0 and left < i64(ones_of(taken)):
+        if left >= 0 and left < i64(bits_set(taken)):
             shared_store_i64(place, chosen_of(own, taken, left) if late == 0 else i64(0))
 
     def find(posts: int, stamp: Any, own: Any, thread: Any, choice: Any) -> Any:

@@ -43,12 +43,12 @@ _LIMIT = 127
 _INFINITY = float("inf")
 
 
-def _second(x: Any, y: Any, cosine: Any, sine: Any) -> Any:
+def second_of(x: Any, y: Any, cosine: Any, sine: Any) -> Any:
     """Return the second value of a plane after its rotation, of the first and the second."""
     return x * sine + y * cosine
 
 
-def _first(x: Any, y: Any, cosine: Any, sine: Any) -> Any:
+def first_of(x: Any, y: Any, cosine: Any, sine: Any) -> Any:
     return x * cosine - y * sine
 
 
@@ -76,8 +76,8 @@ def _rope(
         place = head + (4 * plane if halves else 8 * plane)
         cosine, sine = fetch_f32(cosines + 4 * plane), fetch_f32(cosines + 4 * (planes + plane))
         first, second = load_f32(place), load_f32(place + distance)
-        store_f32(place, _first(first, second, cosine, sine))
-        store_f32(place + distance, _second(first, second, cosine, sine))
+        store_f32(place, first_of(first, second, cosine, sine))
+        store_f32(place + distance, second_of(first, second, cosine, sine))
         plane += _THREADS
 
 
@@ -116,8 +116,8 @@ def rotator(load: Function, load_angle: Function) -> Function:
             distance = 1
         cosine, sine = load_angle(cosines + 4 * plane), load_angle(cosines + 4 * (planes + plane))
         if is_second:
-            return _second(load(x + 4 * (number - distance)), here, cosine, sine)
-        return _first(here, load(x + 4 * (number + distance)), cosine, sine)
+            return second_of(load(x + 4 * (number - distance)), here, cosine, sine)
+        return first_of(here, load(x + 4 * (number + distance)), cosine, sine)
 
     return rotated
 

@@ -4,13 +4,15 @@ Quantised rows become halves first, which lie behind them in the same buffer.
 
 batch_linear               warpgroup_linear
 batch_expert, batch_up     warpgroup_gate_up
-batch_expert               warpgroup_expert
+batch_expert               warpgroup_expert, whose products are halves
+batch_sum                  warpgroup_sum
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from strata_nb.kernels.gpu.gathering import half_sum_kernel
 from strata_nb.kernels.gpu.grouping import group_kernel
 from strata_nb.kernels.gpu.intrinsics.warpgroups import K
 from strata_nb.kernels.gpu.routed import CardKernel, card_kernel
@@ -20,6 +22,7 @@ from strata_nb.kernels.gpu.warpgroup_products import (
     warpgroup_gate_up_kernel,
     warpgroup_linear_kernel,
 )
+from strata_nb.kernels.gpu.warpgroup_sums import EIGHT
 from strata_nb.kernels.gpu.warpgroup_tiles import OUTPUTS, SIZES
 from strata_nb.kernels.quantised_rows import row_bytes
 
@@ -51,6 +54,10 @@ WARPGROUP_KERNELS: dict[str, CardKernel] = {
         "experts top_k",
         _find(warpgroup_gate_up_kernel),
     ),
+    "warpgroup_sum": card_kernel(
+        "*rows *products *shares *y top_k outputs",
+        lambda _, given: half_sum_kernel(given["top_k"]),
+    ),
     "warpgroup_halves": card_kernel("*rows *x *halves values", lambda _, __: halves_kernel()),
     "warpgroup_group": card_kernel(
         "*rows *chosen *counts *members *sources *tiles experts top_k",
@@ -67,6 +74,11 @@ def halves_at(x: int, rows: int, values: int) -> int:
 def takes(values: int) -> bool:
     """Return whether warpgroups multiply rows of so many values."""
     return values % K == 0
+
+
+def adds(outputs: int) -> bool:
+    """Return whether products of choices with so many outputs are stored as halves."""
+    return outputs % EIGHT == 0
 
 
 def rows_of_block(rows: int, outputs: int) -> int:

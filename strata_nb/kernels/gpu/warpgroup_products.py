@@ -33,7 +33,7 @@ from strata_nb.kernels.gpu.operations import (
     outputs_grid,
     weights_read,
 )
-from strata_nb.kernels.gpu.warpgroup_sums import store_gated, store_rows
+from strata_nb.kernels.gpu.warpgroup_sums import store_gated, store_products, store_rows
 from strata_nb.kernels.gpu.warpgroup_tiles import (
     OUTPUTS,
     THREADS,
@@ -131,13 +131,13 @@ def _expert_reads(kind: TensorType, matrices: int) -> Any:
 def warpgroup_expert_kernel(kind: TensorType, rows_of_block: int) -> GpuKernel:
     """Return the product of choices' rows with a matrix of their experts: blocks for each tile.
 
-    Its arguments are those of `batch_expert` without parts; x are halves, in units of
-    `half_stages.ROWS_BY`. Tiles have up to `rows_of_block` rows.
+    Its arguments are those of `batch_expert` without parts; x and y are halves, in units of
+    `half_stages.ROWS_BY`. Tiles have up to `rows_of_block` rows; the outputs are a multiple of 8.
 
     Reads the matrix of each expert that was chosen once for each of its tiles, and 2 bytes a value
-    of the rows for each block's outputs.
+    of the rows for each block's outputs; writes 2 bytes for each output of a choice.
     """
-    product, store = block_product(kind, rows_of_block), store_rows(rows_of_block)
+    product, store = block_product(kind, rows_of_block), store_products(rows_of_block)
 
     def expert(
         tiles: int,
@@ -159,7 +159,7 @@ def warpgroup_expert_kernel(kind: TensorType, rows_of_block: int) -> GpuKernel:
         block = OUTPUTS * i64(block_x())
         own = block + M * (thread_index() // WARPGROUP)
         thread = product(first, here, sources, targets, x, weight, values, outputs, own)
-        store(thread, here, 0, y, outputs, block, 0)
+        store(thread, here, y, outputs, block)
 
     grid, reads = _tiles_grid(OUTPUTS, rows_of_block), _expert_reads(kind, 1)
     return _kernel("warpgroup_expert", kind, rows_of_block, expert, grid, reads)

@@ -26,10 +26,11 @@ from strata_nb.kernels.gpu.intrinsics import (
 )
 from strata_nb.kernels.gpu.intrinsics.warpgroups import M, nearly_divided
 from strata_nb.kernels.gpu.operations import Function
-from strata_nb.kernels.gpu.warpgroup_tiles import APART, THREADS, targets_at
+from strata_nb.kernels.gpu.warpgroup_tiles import APART, OUTPUTS, THREADS, targets_at
 
 _WARPS = THREADS // WARP
 _FLOATS = 4  # of a lane
+EIGHT = 8  # halves of a lane
 
 
 def _in_units(x: Any) -> Any:
@@ -121,6 +122,33 @@ def store_rows(rows: int) -> Function:
             if number + 3 * _WARPS < here:
                 store_four(s, number + 3 * _WARPS, lane, _sum(of_all, d))
             number += 4 * _WARPS
+
+    return store
+
+
+@cache
+def store_products(rows: int) -> Function:
+    """Return a device function (thread, here, y, outputs, block): store a block's sums as halves in
+    units of `ROWS_BY`. The outputs are a multiple of `EIGHT`."""
+    target_at, of_row = targets_at(rows), OUTPUTS // EIGHT
+
+    def two(a: Any, b: Any) -> Any:
+        by = f32(UNIT * ROWS_BY)
+        return halves_of_f32(a * by, b * by)
+
+    def store(thread: int, here: int, y: int, outputs: int, block: int) -> None:
+        column, number = i32(EIGHT * (thread % of_row)), i32(thread // of_row)
+        output = block + column
+        if output >= outputs:
+            return
+        while number < here:
+            row = shared_load_i64(target_at + 8 * number)
+            place = 4 * (APART * number + column)
+            a, b, c, d = shared_load_4xf32(place)
+            e, f, g, h = shared_load_4xf32(place + 16)
+            to = y + 2 * (row * outputs + output)
+            store_4xi32(to, two(a, b), two(c, d), two(e, f), two(g, h))
+            number += THREADS // of_row
 
     return store
 

@@ -84,6 +84,20 @@ def shared_bytes_of(kind: TensorType, rows: int) -> int:
 
 
 @cache
+def _behind(size: int) -> Function:
+    """Return a device function (at, distance): so much further in a ring of so many bytes."""
+
+    def masked(at: int, distance: int) -> Any:
+        return i32(at + distance & size - 1)
+
+    def compared(at: int, distance: int) -> Any:
+        at = i32(at + distance)
+        return at if at < size else i32(at - size)
+
+    return masked if size & size - 1 == 0 else compared  # a register less, which 128 rows need
+
+
+@cache
 def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
     """Return a device function that multiplies tile after tile, with up to so many rows.
 
@@ -96,7 +110,7 @@ def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
     read, put = decoder_of(kind).read, put_weights(kind)
     copy, add = copy_rows(rows // ROWS_AT_ONCE), multiply(rows)
     step = ROW_BYTES * rows
-    last_rows, third_rows = (_TILES_OF_ROWS - 1) * step, (_TILES_OF_ROWS - 2) * step
+    behind = _behind(_TILES_OF_ROWS * step)
 
     def read_tile(of_weights: Any, sub_blocks: int, tile: int, last: int) -> Any:
         group, rows_in_group, row, s = of_weights
@@ -123,8 +137,7 @@ def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
         tile, at, x_at = i32(0), i32(0), i32(0)
         while tile <= last:
             add(at + a, _ROWS_AT + x_at)
-            ahead = i32(x_at + 2 * step if x_at < third_rows else x_at - third_rows)
-            copy_tile(i32(x_place + ahead), x, i32(tile + 2), last)
+            copy_tile(i32(x_place + behind(x_at, 2 * step)), x, i32(tile + 2), last)
             at = i32(at + _WEIGHTS if at < _LAST_WEIGHTS else 0)
             put(i32(at + place), weights, table, turn)
             await_older_copies()
@@ -133,7 +146,7 @@ def _along_rows(kind: TensorType, rows: int, table: int) -> Function:
             following = read_tile(of_weights, sub_blocks, i32(tile + 3), last)
             await_older_products()
             barrier()
-            x_at = i32(x_at + step if x_at < last_rows else 0)
+            x_at = behind(x_at, step)
             tile += 1
         await_copies()
         await_products()

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from strata_nb.kernels.gpu.intrinsics.arithmetic import (
     bits_of_f32,
+    bits_set,
     dp4a,
     dp4a_u8,
     f32,
@@ -44,7 +45,6 @@ from strata_nb.kernels.gpu.intrinsics.arithmetic import (
     i64,
     larger_f32,
     nearest_i32,
-    ones_of,
     power_of_two,
     quotient_i32,
     shifted_down,
@@ -79,7 +79,7 @@ from strata_nb.kernels.gpu.intrinsics.lanes import (
     block_y,
     block_z,
     blocks_z,
-    lanes_of,
+    lanes_where,
     largest_of_lanes,
     of_any_lane,
     shuffle_xor_f32,
@@ -124,6 +124,7 @@ from strata_nb.kernels.gpu.intrinsics.memory import (
     shared_store_f32,
     shared_store_i32,
     shared_store_i64,
+    store_2xi32,
     store_4xi32,
     store_f32,
     store_i8,

@@ -170,8 +170,6 @@ shifted_down = Intrinsic(
     "i32(i32, i32)",
     body=lambda builder, arguments: builder.lshr(*arguments),
 )
-# How many bits of a word are 1.
-ones_of = Intrinsic("ones_of", "i32(i32)", body=llvm_call("llvm.ctpop.i32", "i32(i32)"))
 # The quotient of two integers that are not negative, rounded down: Python's // takes 64 bits, which
 # is a function that is called.
 quotient_i32 = Intrinsic(
@@ -179,6 +177,8 @@ quotient_i32 = Intrinsic(
     "i32(i32, i32)",
     body=lambda builder, arguments: builder.udiv(*arguments),
 )
+# How many bits of a word are 1.
+bits_set = Intrinsic("bits_set", "i32(i32)", body=llvm_call("llvm.ctpop.i32", "i32(i32)"))
 # The float nearest to an integer.
 f32_of_i32 = Intrinsic(
     "f32_of_i32",

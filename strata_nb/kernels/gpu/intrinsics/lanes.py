@@ -164,17 +164,13 @@ def _nvidia_lanes(builder: Any, arguments: list[Any]) -> Any:
 
 
 def _amd_lanes(builder: Any, arguments: list[Any]) -> Any:
-    lane = builder.and_(amd_lane(builder), constant(WARP - 1))
     is_so = builder.icmp_unsigned("!=", arguments[0], constant(0))
-    found = builder.select(is_so, builder.shl(constant(1), lane), constant(0))
-    for distance in (16, 8, 4, 2, 1):
-        found = builder.or_(found, _amd_shuffle(builder, [found, constant(distance)]))
-    return found
+    own = builder.shl(constant(1), builder.and_(amd_lane(builder), constant(WARP - 1)))
+    return _amd_any(builder, [builder.select(is_so, own, constant(0))])
 
 
-# A bit for each lane of a warp, the lowest for lane 0: 0 where its argument is 0. All 32 lanes take
-# part.
-lanes_of = Intrinsic("lanes_of", "i32(i32)", ptx=_nvidia_lanes, amdgpu=_amd_lanes)
+# A word with bit n set where lane n of a warp has an argument other than 0. All 32 lanes take part.
+lanes_where = Intrinsic("lanes_where", "i32(i32)", ptx=_nvidia_lanes, amdgpu=_amd_lanes)
 
 
 def _amd_largest(builder: Any, arguments: list[Any]) -> Any:

@@ -141,6 +141,7 @@ store_i64 = Intrinsic("store_i64", "void(i64, i64)", body=_store("i64", in_globa
 store_i32 = Intrinsic("store_i32", "void(i64, i32)", body=_store("i32", in_global))
 store_i16 = Intrinsic("store_i16", "void(i64, i32)", body=_store("i16", in_global))
 store_i8 = Intrinsic("store_i8", "void(i64, i32)", body=_store("i8", in_global))
+store_2xi32 = Intrinsic("store_2xi32", "void(i64, i32, i32)", body=_store_vector(2, "i32"))
 store_4xi32 = Intrinsic(
     "store_4xi32", "void(i64, i32, i32, i32, i32)", body=_store_vector(4, "i32")
 )
