@@ -35,9 +35,8 @@ def loses_words(image: bytes, entry: str) -> bool:
     (products,) = np.nonzero((codes == _PRODUCT) & (low & _TURNED == 0))
     if not products.size:
         return False
-    begin, end = _loop(low, high, products)
+    inside = _loop(low, high, products)
     read = {int(first) + word for first in low[products] >> 24 & 0xFF for word in range(_WORDS)}
-    inside = slice(begin, end)
     written = (low[inside] >> 16 & 0xFF)[~np.isin(codes[inside], _WRITE_NONE)]
     return bool(np.isin(written, sorted(read)).any())
 
@@ -55,16 +54,34 @@ def _code(image: bytes, entry: str) -> Words:
     raise AssertionError(f"the linker's result has no code of {entry}")
 
 
-def _loop(low: Words, high: Words, products: NDArray[np.intp]) -> tuple[int, int]:
-    """Return the first instruction and the last of the smallest loop with all these products; of
-    none, where no loop has them."""
-    loops = [(0, 0)]
+def _loop(low: Words, high: Words, products: NDArray[np.intp]) -> list[int]:
+    """Return the instructions of the smallest loop with all these products, and of what lies behind
+    it and leads back into it; none, where no loop has them."""
+    branches = _branches(low, high)
+    loops = [
+        (target, place)
+        for place, target in branches.items()
+        if target <= products[0] and place > products[-1]
+    ]
+    if not loops:
+        return []
+    begin, end = max(loops)
+    inside = range(begin, end)
+    asides: list[int] = []
+    for first in {branches[place] for place in inside if place in branches} - {*inside, end}:
+        back = min(place for place in [*branches, len(low)] if place >= first)
+        if branches.get(back) in inside:
+            asides += range(first, back)
+    return [*inside, *asides]
+
+
+def _branches(low: Words, high: Words) -> dict[int, int]:
+    """Return where each branch leads."""
+    found = {}
     for place in np.nonzero(low & 0xFFF == _BRANCH)[0].tolist():
-        # Where it leads, from the next instruction on, in units of four bytes.
+        # From the next instruction on, in units of four bytes.
         distance = (int(high[place]) & 0x3FFFF) << 38 | int(low[place]) >> 34 << 8
         distance |= int(low[place]) >> 16 & 0xFF
         distance -= distance >> 55 << 56  # the highest bit is its sign
-        target = place + 1 + 4 * distance // _BYTES
-        if target <= products[0] and place > products[-1]:
-            loops.append((target, place))
-    return max(loops)
+        found[place] = place + 1 + 4 * distance // _BYTES
+    return found
