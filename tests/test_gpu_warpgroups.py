@@ -264,6 +264,7 @@ def code_of(name: str, kind: TensorType, rows: int) -> tuple[GpuKernel, gpu_comp
     ("name", "kind", "rows"),
     [
         ("warpgroup_gate_up", T.Q4_K, 128),  # two blocks a multiprocessor
+        ("warpgroup_gate_up", T.Q8_0, 128),  # whose weights take most registers
         *(
             pytest.param(f"warpgroup_{name}", kind, rows, marks=pytest.mark.slow)
             for name, sizes in (("linear", SIZES[:3]), ("gate_up", SIZES), ("expert", SIZES))

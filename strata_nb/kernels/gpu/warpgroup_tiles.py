@@ -269,7 +269,9 @@ def block_product(kind: TensorType, rows: int) -> Function:
         begin()
         fill(thread)
         of_weights = group, rows_in_group, row, half
-        places = i32(place), i32(x_place), i32(ROW_BYTES * M * (warp >> 2))
+        # Once: what they are made of would stay in registers, which 128 rows of Q8_0 have not.
+        a = ROW_BYTES * M * (warp >> 2)
+        places = once_i32(i32(place)), once_i32(i32(x_place)), once_i32(i32(a))
         along(here, of_weights, x_rows, sub_blocks, places)
         barrier()
         g, t = lane >> 2, lane & 3
