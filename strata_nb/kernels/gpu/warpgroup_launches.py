@@ -30,7 +30,7 @@ from strata_nb.kernels.quantised_rows import row_bytes
 # blocks of 128 rows.
 _FEWEST_CHOICES = 24
 _FEWEST_BLOCKS = 48
-_IN_PAIRS = 128
+_IN_PAIRS = 128  # rows: of blocks of so many or fewer a multiprocessor runs two
 _SPREAD = 2  # standard deviations of choices that are drawn, of which few experts have more
 _MANY_BLOCKS = 128  # of 256 rows: about what a card runs at once
 
