@@ -303,10 +303,13 @@ class ExecutionContract:
         assert driver.mem_info(0)[0] == before
 
     def test_plain_memory_beyond_the_device_is_refused(self, case: DriverCase) -> None:
-        free, total = case.driver.mem_info(0)
-        with pytest.raises(OutOfDeviceMemory):
-            case.driver.allocate(total + 1, 0)
-        assert case.driver.mem_info(0) == (free, total)
+        total = case.driver.mem_info(0)[1]
+        left = []
+        for _ in range(2):  # a driver may take something for itself the first time
+            with pytest.raises(OutOfDeviceMemory):
+                case.driver.allocate(total + 1, 0)
+            left.append(case.driver.mem_info(0))
+        assert left[0] == left[1]
 
     def test_host_memory_costs_no_device_memory(self, case: DriverCase) -> None:
         driver = case.driver

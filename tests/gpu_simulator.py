@@ -304,6 +304,7 @@ def _all_the_same(words: Sequence[tuple[int, int]]) -> list[None]:
 _PRODUCTS: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
     "shared_load_matrices": _matrices,
     "shared_load_turned": _turned,
+    "largest_of_lanes": lambda words: [max(one[0] for one in words)] * len(words),
     "of_any_lane": lambda words: [int(any(one[0] for one in words))] * len(words),
     "lanes_where": lambda words: (
         [_low_word(sum((one[0] != 0) << lane for lane, one in enumerate(words)))] * len(words)
@@ -587,11 +588,12 @@ def _does(name: str, memory: Memory) -> Callable[..., Any]:
         return store_system
     if name == "post_i64":
         return _access("store_i64", memory)
-    if name == "posted_i64":  # what the launch in front posts: it has ended here
+    if name == "posted_2xi64":  # what the launch in front posts: it has ended here
 
-        def posted(place: int) -> int:
-            word: int = struct.unpack_from("<q", *memory.check(place, 8, "load"))[0]
-            return word
+        def posted(place: int) -> tuple[int, ...]:
+            if place % 16:
+                raise KernelFault(f"16 bytes at {place:#x}: not aligned")
+            return struct.unpack_from("<2q", *memory.check(place, 16, "load"))
 
         return posted
     if name == "barrier":

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from strata_nb.cache.filling import new_plans
 from strata_nb.formats import TensorType as T
 from strata_nb.kernels.gpu.card_launch import CardLaunch
-from strata_nb.kernels.gpu.early_choice import early_choice
+from strata_nb.kernels.gpu.early_choice import MOST_EXPERTS, early_choice
 from strata_nb.kernels.gpu.early_gate_up import early_gate_up
 from strata_nb.kernels.gpu.expert_gate_up import GATE_UP_THREADS
 from strata_nb.kernels.gpu.intrinsics import block_x, i64, store_i64, thread_index
@@ -23,6 +23,13 @@ from strata_nb.kernels.quantised_rows import row_bytes
 from strata_nb.kernels.reference import Floats, Integers, router_top_k
 
 OUTPUTS, STAMP, EPS = 8, 3, 1e-6
+
+
+def posted(logits: Floats) -> Integers:
+    """Return words of logits, and one that nobody posts where their number is odd."""
+    words = np.zeros(len(logits) + len(logits) % 2, np.int64)
+    words[: len(logits)] = logits.view(np.uint32).astype(np.int64) | STAMP << 32
+    return aligned(words)
 
 
 class Case:
@@ -42,7 +49,7 @@ class Case:
             "row": aligned(normal(1, values, seed=2)),
             "norm_weight": aligned(normal(values, seed=3)),
             "x": aligned(np.zeros((1, row_bytes(values)), np.uint8)),
-            "posts": aligned(logits.view(np.uint32).astype(np.int64) | STAMP << 32),
+            "posts": posted(logits),
             "plan": aligned(new_plans(1, experts)),
             "blobs": aligned(np.zeros(top_k, np.int64)),
             "inner": aligned(np.zeros((top_k, OUTPUTS), np.float32)),
@@ -112,16 +119,16 @@ SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1.0, -1.0, 1e-40)
 def test_the_choice_is_that_of_the_table_whatever_the_logits_are(
     experts: int, top_k: int, values: tuple[float, ...]
 ) -> None:
-    find, size = early_choice(experts, top_k, GATE_UP_THREADS, 16)
+    ask, find, size = early_choice(experts, top_k, 16)
 
     def choose(posts: int, addresses: int, found: int) -> None:
         thread, choice = i64(thread_index()), i64(block_x())
-        address = find(posts, STAMP, addresses, thread, choice, i64(1))
+        address = find(posts, STAMP, ask(addresses, thread), thread, choice)
         if thread == 0:
             store_i64(found + 8 * choice, address)
 
     logits = np.random.default_rng(experts).choice(np.array(values, np.float32), experts)
-    posts = aligned(logits.view(np.uint32).astype(np.int64) | STAMP << 32)
+    posts = posted(logits)
     addresses, found = aligned(256 * np.arange(1, experts + 1)), aligned(np.zeros(top_k, np.int64))
     arrays = posts, addresses, found
     memory = gpu_simulator.Memory([found], [posts, addresses])
@@ -147,6 +154,30 @@ def test_experts_that_do_not_follow_from_logits_are_found_where_they_are_written
     if not changed:
         case.arrays["plan"][why] = 1
     assert same_bits(case.run(case.early(**changed), blobs), case.run(case.late(), blobs))
+
+
+def test_a_row_that_the_launch_in_front_still_writes_is_not_normed_by_blocks_that_choose() -> None:
+    case = Case(6, 2, 256)
+    words: dict[str, int | float] = {"rows": case.at("rows"), "index": 0, "packed": 0}
+    words |= {"x": case.at("norm_weight"), "weight": case.at("norm_weight"), "out": case.at("row")}
+    (norm,) = card_launches(
+        [launch("rms_norm", {**words, "parts": 1, "width": 256, "eps": EPS})], 1
+    )
+    written = [case.arrays[name] for name in ("row", "inner")]
+    read = [array for name, array in case.arrays.items() if name not in {"row", "inner"}]
+    memory = gpu_simulator.Memory(written, read)
+    simulate(norm, 1, memory)
+    with pytest.raises(gpu_simulator.KernelFault, match="what the launch in front may write"):
+        simulate(case.early(), 1, memory)
+    memory.begin_launch()  # as the router, which is between
+    simulate(case.early(), 1, memory)
+
+
+def test_more_experts_than_a_warp_has_room_for_are_not_chosen_early() -> None:
+    case = Case(6, 2, 256)
+    router = {**case.early().arguments, "x": case.at("row"), "packed": case.at("x"), "top_k": 2}
+    assert early_gate_up(case.late(), {**router, "experts": MOST_EXPERTS}) is not None
+    assert early_gate_up(case.late(), {**router, "experts": MOST_EXPERTS + 1}) is None
 
 
 @pytest.mark.parametrize("changed", ["rows", "blobs", "packed"])

@@ -11,6 +11,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     arrive,
     await_previous,
     barrier,
+    bits_set,
     block_x,
     block_z,
     blocks_z,
@@ -18,6 +19,8 @@ from strata_nb.kernels.gpu.intrinsics import (
     fetch_f32,
     i32,
     i64,
+    lanes_where,
+    largest_of_lanes,
     load_f32,
     load_i32,
     mma_16x8x16,
@@ -53,6 +56,32 @@ def test_a_warp_sums_its_lanes() -> None:
     x, y = np.arange(32, dtype=np.float32), np.zeros(32, np.float32)
     run(kernel, x, y)
     assert np.all(y == x.sum())
+
+
+def test_a_warp_finds_its_largest_word_and_who_has_it() -> None:
+    def kernel(x: int, y: int) -> None:
+        lane = i64(thread_index())
+        word = load_i32(x + 4 * lane)
+        largest = largest_of_lanes(word)
+        lanes = lanes_where(i32(1 if word == largest else 0))
+        store_i32(y + 12 * lane, largest)
+        store_i32(y + 12 * lane + 4, lanes)
+        store_i32(y + 12 * lane + 8, bits_set(lanes))
+
+    x, y = np.full(32, -(1 << 31), np.int32), np.zeros((32, 3), np.int32)
+    x[[3, 30, 31]] = -7
+    run(kernel, x, y)
+    assert np.all(y == [-7, -(1 << 31) + (1 << 30) + (1 << 3), 3])
+
+
+def test_a_vote_that_some_lanes_miss_is_a_fault() -> None:
+    def kernel(y: int) -> None:
+        lane = i64(thread_index())
+        if lane < 31:
+            store_i32(y + 4 * lane, lanes_where(i32(1)))
+
+    with pytest.raises(KernelFault, match="31 of 32 lanes of a warp meet"):
+        run(kernel, np.zeros(32, np.int32))
 
 
 def test_a_barrier_shows_every_thread_what_the_others_wrote() -> None:

@@ -79,7 +79,7 @@ class Emitter:
         self._chosen: list[int] = []
         take = buffers.take
         self._record = StepRecord(
-            take(_WORD * (ROWS_WORDS + model.experts)),
+            take(_WORD * (ROWS_WORDS + model.experts + model.experts % 2)),  # read in pairs
             take(_WORD * ROWS_WORDS),
             take(_WORD * max_rows),
             take(_WORD * max_rows),

@@ -3,13 +3,18 @@
 The last block of `router` has much to do behind the logits: shares, counts, tables. What blocks of
 `expert_gate_up` need of it is the address of one expert. So each output of the router is *posted*
 as soon as it is there, in one word with a stamp that no other layer of a step has. These blocks,
-which wait on the card already, look for all of them, rank them as `routing.py` does, and ask for
-their weights. Only then do they wait for the launch.
+which are on the card already, look for all of them, choose as `routing.py` does, and ask for their
+weights. They wait for the launch when it has ended anyway.
+
+One warp of a block looks and chooses: it takes the best of all lanes as many times as experts are
+chosen. If all threads ranked experts together, as `routing.py` does, two blocks of a multiprocessor
+would count for each other's time.
 
 That is right where the launch lets nobody come to a slot: the plan says so. Otherwise, and where
 routes are forced, blocks wait first.
 
-    posts   int64 (experts,), 0 when a step begins: the bits of a logit, the stamp in the upper half
+    posts   int64 (experts, or one more: an even number), 0 when a step begins: the bits of a logit,
+            the stamp in the upper half
     stamp   1, 2, ... of the layers that have experts
 
 A launch begins when all blocks of the one in front run, or have ended, so nobody keeps those from
@@ -22,38 +27,30 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from strata_nb.fill_plans import LISTED, OFFERED
 from strata_nb.kernels.gpu.intrinsics import (
+    WARP,
     barrier,
     bits_of_f32,
-    f32,
+    bits_set,
     f32_of_bits,
     i32,
     i64,
+    lanes_where,
+    largest_of_lanes,
     load_i64,
     post_i64,
-    posted_i64,
-    shared_load_i32,
+    posted_2xi64,
     shared_load_i64,
-    shared_store_i32,
     shared_store_i64,
-    shuffle_xor_i32,
 )
 from strata_nb.kernels.gpu.operations import Function
-from strata_nb.kernels.gpu.routing import (
-    LOWEST_LOGIT,
-    equals_before,
-    experts_before,
-    key_of,
-    place_by_number,
-    without_nan,
-)
+from strata_nb.kernels.gpu.routing import key_of, without_nan
 from strata_nb.kernels.table import ROWS_WORDS
 
-_FOUR = 4
-_MOST_PARTS = 4  # threads of an expert
+MOST_EXPERTS = 256  # eight of a lane: what it knows of them fits its registers
 _STAMP_BITS = 32
 _LOOKS = 256  # at most, of half a microsecond or so
+_TAKEN = -(1 << 31)  # the key of an expert that is chosen, or not there: below those of all logits
 
 
 def posts_at(rows: int) -> int:
@@ -69,85 +66,208 @@ def post_logit(posts: int, expert: Any, logit: Any, stamp: Any) -> None:
     post_i64(posts + 8 * expert, i64(bits_of_f32(logit)) & 0xFFFFFFFF | i64(stamp) << _STAMP_BITS)
 
 
-def may_choose_early(plan: int, forced: int) -> Any:
-    """Return whether the choice follows from the logits alone, and no address changes by it."""
-    return forced == 0 and load_i64(plan + OFFERED) + load_i64(plan + LISTED) == 0
+def may_choose_early(offered: Any, listed: Any, forced: int) -> Any:
+    """Return whether the choice follows from the logits alone, and no address changes by it.
+
+    offered, listed   what a plan has there
+    """
+    return forced == 0 and offered + listed == 0
 
 
 class EarlyChoice(NamedTuple):
-    """Hold a device function that chooses, and how many bytes of shared memory it needs.
+    """Hold device functions that choose, and how many bytes of shared memory they need.
 
-    find   (posts, stamp, addresses, thread, choice, here): the address of the expert of a choice,
-           0 where logits do not come; here is the number of rows, 1. All threads take part
+    ask    (addresses, thread): the addresses of a thread's experts, which `find` takes; those of
+           the first warp have some
+    find   (posts, stamp, own, thread, choice): the address of the expert of a choice, 0 where
+           logits do not come. All threads take part
     """
 
+    ask: Function
     find: Function
     shared_bytes: int
 
 
 @cache
-def early_choice(experts: int, top_k: int, threads: int, place: int) -> EarlyChoice:
-    """Return how experts are chosen early by a block; shared memory is there from `place` on, a
-    multiple of 16.
+def early_choice(experts: int, top_k: int, place: int) -> EarlyChoice:
+    """Return how at most MOST_EXPERTS experts are chosen early by a block; shared memory is there
+    from `place` on, a multiple of 8.
 
-    Neighbouring threads rank an expert together, as many as there are for each.
+    A lane has neighbours, as many as the others, and an even number.
     """
-    parts = _MOST_PARTS
-    while parts * experts > threads:
-        parts //= 2
-    each = -(-experts // (_FOUR * parts)) * _FOUR  # experts that a thread looks at
-    padded = each * parts
-    part_bits = parts.bit_length() - 1
-    word_at = place + 4 * padded
-    late_at = word_at + 8
-    numbers = late_at + 4
+    pairs = -(-experts // (2 * WARP))
+    each = 2 * pairs
+    look, are_there, keys_of = _of_pairs(pairs, experts)
+    largest_of, taken_of = _largest(each), _taken(each)
+    addresses_of, chosen_of = _addresses(each, experts - 1), _chosen(each)
+    nobody = (0,) * each
 
-    def wait(posts: int, stamp: Any, thread: Any, here: Any) -> None:
-        """Bring the key of a thread's expert to shared memory."""
-        logit = f32(LOWEST_LOGIT)
-        if thread < experts:
-            post, looks = posts + 8 * thread, _LOOKS * here
-            word = posted_i64(post)
-            while word >> _STAMP_BITS != stamp and looks > 1:
-                word = posted_i64(post)
-                looks -= 1
-            if word >> _STAMP_BITS != stamp:
-                shared_store_i32(late_at, i32(1))
-            logit = without_nan(f32_of_bits(i32(word)))
-        shared_store_i32(place + 4 * thread, key_of(logit))
+    def ask(addresses: int, thread: Any) -> Any:
+        return addresses_of(addresses, each * thread) if thread < WARP else nobody
 
-    def sum_of_parts(count: Any) -> Any:
-        if parts > 1:
-            count += shuffle_xor_i32(count, 1)
-        if parts > 2:
-            count += shuffle_xor_i32(count, 2)
-        return count
+    def choose(posts: int, stamp: Any, own: Any, lane: Any, choice: Any) -> None:
+        """Bring the address of a choice to shared memory: all lanes of a warp."""
+        first, looks = each * lane, _LOOKS
+        words = look(posts, first)
+        while not are_there(words, first, stamp) and looks > 1:
+            words = look(posts, first)
+            looks -= 1
+        late = lanes_where(i32(0 if are_there(words, first, stamp) else 1))
+        keys, below = keys_of(words, first), i32((1 << lane) - 1)
+        taken, turn = i32(0), 0
+        while turn < top_k:
+            mine = largest_of(keys)
+            most = largest_of_lanes(mine)
+            # Of equal ones the lowest number comes first.
+            if lanes_where(i32(1 if mine == most else 0)) & below == 0 and mine == most:
+                bit, keys = taken_of(keys, most)
+                taken = i32(taken | bit)
+            turn += 1
+        before, number = i64(0), 0
+        while number < each:
+            before += i64(bits_set(i32(lanes_where(i32(taken >> number & 1)) & below)))
+            number += 1
+        left = choice - before
+        if left >= 0 and left < i64(bits_set(taken)):
+            shared_store_i64(place, chosen_of(own, taken, left) if late == 0 else i64(0))
 
-    def find(posts: int, stamp: Any, addresses: int, thread: Any, choice: Any, here: Any) -> Any:
-        expert, part = thread >> part_bits, thread & parts - 1
-        is_expert = expert < experts
-        address = load_i64(addresses + 8 * expert) if is_expert else i64(0)
-        if thread == 0:
-            shared_store_i32(late_at, i32(0))
+    def find(posts: int, stamp: Any, own: Any, thread: Any, choice: Any) -> Any:
+        if thread < WARP:
+            choose(posts, stamp, own, thread, choice)
         barrier()
-        if thread < padded:
-            wait(posts, stamp, thread, here)
-        barrier()
-        if shared_load_i32(late_at) != 0:
-            return i64(0)
-        rank = i32(0)
-        if is_expert:
-            key = shared_load_i32(place + 4 * expert)
-            rank = experts_before(expert, key, place, each * part, each)
-            rank = i32(rank + (equals_before(expert, key, place) if part == 0 else i32(0)))
-        rank = i64(sum_of_parts(rank))
-        is_chosen = is_expert and part == 0 and rank < top_k
-        if is_chosen:
-            shared_store_i32(numbers + 4 * rank, i32(expert))
-        barrier()
-        if is_chosen and place_by_number(i32(expert), numbers, top_k) == choice:
-            shared_store_i64(word_at, address)
-        barrier()
-        return shared_load_i64(word_at)
+        return shared_load_i64(place)
 
-    return EarlyChoice(find, 4 * padded + 12 + 4 * top_k)
+    return EarlyChoice(ask, find, 8)
+
+
+# -- what a lane has -------------------------------------------------------------------------------
+
+
+class _Pairs(NamedTuple):
+    """Hold device functions of a lane's experts, pairs of neighbours from a number on.
+
+    look        (posts, number): their words
+    are_there   (words, number, stamp): whether all are posted
+    keys_of     (words, number): their keys, which are larger where logits are
+    """
+
+    look: Function
+    are_there: Function
+    keys_of: Function
+
+
+@cache
+def _of_pairs(pairs: int, experts: int) -> _Pairs:
+    last = (experts - 1) & -2  # where the last pair begins; what is behind it repeats it
+
+    def look(posts: int, number: Any) -> Any:
+        return posted_2xi64(posts + 8 * min(number, last))
+
+    def is_there(word: Any, number: Any, stamp: Any) -> Any:
+        return number >= experts or word >> _STAMP_BITS == stamp
+
+    def are_there(words: Any, number: Any, stamp: Any) -> Any:
+        return is_there(words[0], number, stamp) and is_there(words[1], number + 1, stamp)
+
+    def key(word: Any, number: Any) -> Any:
+        found = key_of(without_nan(f32_of_bits(i32(word))))
+        return found if number < experts else i32(_TAKEN)
+
+    def keys_of(words: Any, number: Any) -> Any:
+        return key(words[0], number), key(words[1], number + 1)
+
+    if pairs == 1:
+        return _Pairs(look, are_there, keys_of)
+    others = _of_pairs(pairs - 1, experts)
+    look_further, are_others_there, keys_of_others = others
+
+    def look_all(posts: int, number: Any) -> Any:
+        return look(posts, number) + look_further(posts, number + 2)
+
+    def are_all_there(words: Any, number: Any, stamp: Any) -> Any:
+        others = are_others_there(words[2:], number + 2, stamp)
+        return are_there(words[:2], number, stamp) and others
+
+    def keys_of_all(words: Any, number: Any) -> Any:
+        return keys_of(words[:2], number) + keys_of_others(words[2:], number + 2)
+
+    return _Pairs(look_all, are_all_there, keys_of_all)
+
+
+@cache
+def _largest(count: int) -> Function:
+    """Return a device function of so many keys: the largest."""
+
+    def one(keys: Any) -> Any:
+        return keys[0]
+
+    if count == 1:
+        return one
+    others = _largest(count - 1)
+
+    def several(keys: Any) -> Any:
+        return i32(max(keys[0], others(keys[1:])))
+
+    return several
+
+
+@cache
+def _taken(count: int) -> Function:
+    """Return a device function (keys, key): which of so many keys is the first of those, as a bit
+    of a word, and all keys with that one as _TAKEN."""
+
+    def taken() -> Any:
+        return (i32(_TAKEN),)
+
+    def one(keys: Any, key: Any) -> Any:
+        return i32(1), taken()
+
+    if count == 1:
+        return one
+    others = _taken(count - 1)
+
+    def several(keys: Any, key: Any) -> Any:
+        if keys[0] == key:
+            return i32(1), taken() + keys[1:]
+        bit, rest = others(keys[1:], key)
+        return i32(bit << 1), keys[:1] + rest
+
+    return several
+
+
+@cache
+def _addresses(count: int, last: int) -> Function:
+    """Return a device function (addresses, number): those of so many experts from a number on, the
+    last one's in place of those behind it."""
+
+    def one(addresses: int, number: Any) -> Any:
+        return (load_i64(addresses + 8 * min(number, last)),)
+
+    if count == 1:
+        return one
+    others = _addresses(count - 1, last)
+
+    def several(addresses: int, number: Any) -> Any:
+        return one(addresses, number) + others(addresses, number + 1)
+
+    return several
+
+
+@cache
+def _chosen(count: int) -> Function:
+    """Return a device function (own, taken, left): of so many addresses the one whose bit of
+    `taken` is a 1 with `left` such bits below it."""
+
+    def one(own: Any, taken: Any, left: Any) -> Any:
+        return own[0]
+
+    if count == 1:
+        return one
+    others = _chosen(count - 1)
+
+    def several(own: Any, taken: Any, left: Any) -> Any:
+        if taken & 1 != 0 and left == 0:
+            return own[0]
+        return others(own[1:], taken >> 1, left - (taken & 1))
+
+    return several

@@ -1,7 +1,9 @@
 """`expert_gate_up` of a single row behind `router`, whose blocks choose their experts.
 
-A block finds out its expert by posted logits (`early_choice.py`) and asks for its first tiles of
-weights; only then does it wait for the router's launch, which has the row.
+A block norms the row itself, as the router does meanwhile: what finished the row was two launches
+ago. It finds out its expert by posted logits (`early_choice.py`), asks for its weights and
+multiplies. For the router's launch it waits when all of them are on their way: that one then has
+ended, and its last block, which writes tables, has kept nobody waiting.
 
 The products are those of `experts.py`, in the same order, and so are the bits.
 """
@@ -9,11 +11,13 @@ The products are those of `experts.py`, in the same order, and so are the bits.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
+from strata_nb.fill_plans import LISTED, OFFERED
 from strata_nb.formats import TensorType
-from strata_nb.kernels.gpu.binding import with_loads
+from strata_nb.kernels.gpu.binding import with_loads, with_shared
 from strata_nb.kernels.gpu.card_launch import CardLaunch
-from strata_nb.kernels.gpu.early_choice import early_choice, may_choose_early
+from strata_nb.kernels.gpu.early_choice import MOST_EXPERTS, early_choice, may_choose_early
 from strata_nb.kernels.gpu.expert_gate_up import (
     GATE_UP_THREADS,
     GROUPS,
@@ -28,6 +32,7 @@ from strata_nb.kernels.gpu.expert_gate_up import (
 )
 from strata_nb.kernels.gpu.experts import in_sixteens, reads_of
 from strata_nb.kernels.gpu.filling import ADDRESS, COMES, bringer
+from strata_nb.kernels.gpu.held_rows import row_norm, write_four
 from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     await_previous,
@@ -47,19 +52,23 @@ from strata_nb.kernels.gpu.products import row_bytes_of, row_sum
 from strata_nb.kernels.gpu.tables import table_bytes, table_filler
 from strata_nb.kernels.gpu.tile_rows import tiles_of
 from strata_nb.kernels.gpu.tiles import tile_product
+from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK, UNPACKED
 
 _SPILLING = LARGE | {TensorType.Q5_K}  # which do not quite fit 64 registers on newer cards
 _SPILLS = 64  # bytes
 
 _EARLY = (
+    ("norm_weight", "address"),
+    ("eps", "float"),
     ("posts", "address"),
     ("stamp", "integer"),
     ("addresses", "address"),
     ("plan", "address"),
     ("forced", "address"),
 )
-"""Arguments behind those of `expert_gate_up`, by name and kind: of who chooses early."""
+"""Arguments of the router behind those of `expert_gate_up`, by name and kind. `x` of
+`expert_gate_up` is the router's, too: the row that is not normed."""
 
 
 def early_gate_up(launch: CardLaunch, router: Arguments) -> CardLaunch | None:
@@ -69,7 +78,7 @@ def early_gate_up(launch: CardLaunch, router: Arguments) -> CardLaunch | None:
     gate, up = launch.variant
     experts, width = router["experts"], given["values"]
     is_packed = not {gate, up} & UNPACKED
-    if not is_packed or experts > GATE_UP_THREADS:
+    if not is_packed or experts > MOST_EXPERTS:
         return None
     of_these = given["blobs"] == router["blobs"] and given["x"] == router["packed"]
     if not of_these or given["rows"] != router["rows"]:
@@ -77,7 +86,7 @@ def early_gate_up(launch: CardLaunch, router: Arguments) -> CardLaunch | None:
     kernel = early_gate_up_kernel(gate, up, width, given["outputs"], experts, router["top_k"])
     return launch._replace(
         kernel=kernel,
-        arguments={**given, **{name: router[name] for name, _ in _EARLY}},
+        arguments={**given, "x": router["x"], **{name: router[name] for name, _ in _EARLY}},
         kinds=(*launch.kinds, *(kind for _, kind in _EARLY)),
     )
 
@@ -88,19 +97,28 @@ def early_gate_up_kernel(
 ) -> GpuKernel:
     """Return the kernel of packed weights; a row has top_k of so many experts.
 
-    Grid and reads are those of `expert_gate_up`. Shared memory: sums of parts, tables, what
-    `early_choice` has.
+    Grid and reads are those of `expert_gate_up`; besides, each block reads the row and the norm's
+    weights, 8 bytes a value. Shared memory: sums of parts, tables, what `early_choice` has, sums of
+    the norm, the quantised row.
     """
     sub_blocks, is_whole = values // SUB_BLOCK, outputs % GROUP_ROWS == 0
     gate_table = 2 * SUMS_BYTES * PARTS
     is_one_type = gate_kind is up_kind
     up_table = gate_table if is_one_type else gate_table + table_bytes(gate_kind)
     choice_at = _in_steps(up_table + table_bytes(up_kind))
-    find, choice_bytes = early_choice(experts, top_k, GATE_UP_THREADS, choice_at)
+    ask_addresses, find, choice_bytes = early_choice(experts, top_k, choice_at)
+    norm_at = _in_steps(choice_at + choice_bytes)
+    row_at = norm_at + 4 * WARP
     gate_tile = tile_product(gate_kind, sub_blocks, gate_table)
     up_tile = tile_product(up_kind, sub_blocks, up_table)
-    read_gate, add_gate = map(with_loads, gate_tile)
-    read_up, add_up = map(with_loads, up_tile)
+    read_gate, read_up = with_loads(gate_tile.read), with_loads(up_tile.read)
+    add_gate, add_up = with_shared(gate_tile.add), with_shared(up_tile.add)
+    to_shared = with_shared(write_four)
+
+    def write(four: Any, number: Any, out: Any, packed: Any) -> None:
+        to_shared(four, number, out, packed, sub_blocks)
+
+    ask, norm, each = row_norm(values, GATE_UP_THREADS, write)
     fill_gate = table_filler(gate_kind, gate_table, GATE_UP_THREADS)
     fill_up = table_filler(up_kind, up_table, GATE_UP_THREADS)
     gate_bytes = row_bytes_of(gate_kind)(sub_blocks)
@@ -125,6 +143,8 @@ def early_gate_up_kernel(
         _values: int,
         outputs: int,
         _row_bytes: int,
+        norm_weight: int,
+        eps: Any,
         posts: int,
         stamp: int,
         addresses: int,
@@ -144,19 +164,23 @@ def early_gate_up_kernel(
         gate_at = once_i64(gate_offset + first * gate_bytes)
         up_at = once_i64(up_offset + first * up_bytes)
         of_block = min(outputs - block, SUB_BLOCK)
-        here = load_i64(rows)
+        here, offered, listed = load_i64(rows), load_i64(plan + OFFERED), load_i64(plan + LISTED)
+        own = ask_addresses(addresses, thread)
+        normed = norm(x, ask(norm_weight, thread), thread, eps, norm_at)
+        each(normed, thread, 0, row_at)
         fill_gate(thread)
         if not is_one_type:
             fill_up(thread)
         word = i64(0)
-        if here > 0 and may_choose_early(plan, forced):
-            word = find(posts, stamp, addresses, thread, choice, here)
+        if here > 0 and may_choose_early(offered, listed, forced):
+            word = find(posts, stamp, own, thread, choice)
         word = once_i64(word)  # one path from here on, not one for each reason
         is_early = word != 0
         if not is_early:
             await_previous()
             if here == 0:
                 return
+            barrier()  # the row is in shared memory
             word = load_i64(blobs + 8 * choice)
         if word & COMES != 0:
             source = load_i64(sources + 8 * choice)
@@ -165,28 +189,33 @@ def early_gate_up_kernel(
             barrier()
             word = load_i64(blobs + 8 * choice)
         blob = word & ADDRESS
-        of_gate, of_up, of_row = blob + gate_at, blob + up_at, once_i64(x)
-        gate, up, tile, turn = f32(0.0), f32(0.0), part, 0
-        if not are_two and is_early:
-            await_previous()
+        of_gate, of_up = blob + gate_at, blob + up_at
+        gate, up, tile = f32(0.0), f32(0.0), part
         if are_two:
-            gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
-            up_words = read_up(of_up, rows_here, row, quarter, tile)
+            gate_words = read_gate(of_gate, rows_here, row, quarter, part)
+            up_words = read_up(of_up, rows_here, row, quarter, part)
+            if are_kept:
+                keep()
+            gate = add_gate(gate, gate_words, row_at, quarter, part)
+            gate_words = read_gate(of_gate, rows_here, row, quarter, part + PARTS)
+            up = add_up(up, up_words, row_at, quarter, part)
+            up_words = read_up(of_up, rows_here, row, quarter, part + PARTS)
             if are_kept:
                 keep()
             if is_early:
                 await_previous()
-            gate = add_gate(gate, gate_words, of_row, quarter, tile)
-            up = add_up(up, up_words, of_row, quarter, tile)
-            tile, turn = tile + PARTS, 1
-        while turn < 2 if are_two else tile < tiles:
+            gate = add_gate(gate, gate_words, row_at, quarter, part + PARTS)
+            up = add_up(up, up_words, row_at, quarter, part + PARTS)
+        elif is_early:
+            await_previous()
+        while tile < tiles and not are_two:
             gate_words = read_gate(of_gate, rows_here, row, quarter, tile)
             up_words = read_up(of_up, rows_here, row, quarter, tile)
             if are_kept:
                 keep()
-            gate = add_gate(gate, gate_words, of_row, quarter, tile)
-            up = add_up(up, up_words, of_row, quarter, tile)
-            tile, turn = tile + PARTS, turn + 1
+            gate = add_gate(gate, gate_words, row_at, quarter, tile)
+            up = add_up(up, up_words, row_at, quarter, tile)
+            tile += PARTS
         gate, up = row_sum(gate), row_sum(up)
         if lane < GROUP_ROWS:
             place = SUMS_BYTES * part + 4 * (GROUP_ROWS * number + lane)
@@ -198,7 +227,7 @@ def early_gate_up_kernel(
             up = sum_of_parts(4 * lane + SUMS_BYTES * PARTS)
             finish_gate_up(gate, up, lane, choice, inner, packed, outputs)
 
-    shared_bytes = choice_at + choice_bytes
+    shared_bytes = row_at + SUB_BLOCK_BYTES * sub_blocks
     shape = f"{gate_kind.name}_{up_kind.name}_{values}_{top_k}_of_{experts}".lower()
     return GpuKernel(
         f"early_gate_up_{shape}{'' if is_whole else '_odd'}",

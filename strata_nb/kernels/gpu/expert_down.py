@@ -39,6 +39,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     i64,
     load_f32,
     load_i64,
+    once_i64,
     shared_load_f32,
     shared_load_i32,
     shared_store_f32,
@@ -54,6 +55,7 @@ from strata_nb.kernels.quantised_rows import SUB_BLOCK_BYTES
 from strata_nb.packing import GROUP_ROWS, SUB_BLOCK, UNPACKED
 
 _DOWN_WARPS = 8
+_READ_AHEAD = 3  # tiles of a warp, before it multiplies
 
 
 def expert_down_kernel(kind: TensorType, values: int, outputs: int, top_k: int) -> GpuKernel:
@@ -149,24 +151,29 @@ def _packed_down(
         place = item >> part_bits
         return i64(shared_load_i32(left_at + 4 * place)) if pools else place
 
+    def word_of(warp: int, turn: int, items: int, blobs: int) -> Any:
+        """Return the word of `blobs` for a turn's choice; where there is none for the last."""
+        item, _ = turn_of(warp, turn)
+        return load_i64(blobs + 8 * choice_of(min(item, items - 1)))
+
     def read(
+        word: int,
         warp: int,
         turn: int,
         items: int,
-        blobs: int,
         idle: int,
         group: int,
         rows_here: int,
         row: int,
         quarter: int,
     ) -> Any:
-        """Read the tile of a turn; where there is none another one, or what `idle` has."""
+        """Read the tile of a turn, for whose choice that is the word; where there is none another
+        one, or what `idle` has."""
         item, tile = turn_of(warp, turn)
         tile = min(tile, tiles - 1)
         if pools and item >= items:
             return read_tile(idle, rows_here, row, quarter, tile)
-        blob = load_i64(blobs + 8 * choice_of(min(item, items - 1))) & ADDRESS
-        return read_tile(blob + group, rows_here, row, quarter, tile)
+        return read_tile((word & ADDRESS) + group, rows_here, row, quarter, tile)
 
     def add(
         total: Any,
@@ -217,25 +224,30 @@ def _packed_down(
         idle: int,
     ) -> None:
         of_row, first = i64(block_x()), GROUP_ROWS * i64(block_y())
-        if of_row >= load_i64(rows):
-            await_previous()
-            return
         thread = i64(thread_index())
         warp, lane = thread >> 5, thread & WARP - 1
-        rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
-        row = lane & GROUP_ROWS - 1 if is_whole else min(lane & GROUP_ROWS - 1, rows_here - 1)
         quarter, choices = lane >> 3, of_row * top_k
         blobs, sources = blobs + 8 * choices, sources + 8 * choices
+        # All that leads to weights is loaded at once; of a row that there is not it is not used.
+        count, mark = load_i64(rows), load_i64(blobs)
+        one_word = other_word = third_word = i64(0)
+        if not pools:
+            one_word = once_i64(word_of(warp, 0, items, blobs))
+            other_word = once_i64(word_of(warp, 1, items, blobs))
+            third_word = once_i64(word_of(warp, 2, items, blobs))
+        if of_row >= count:
+            await_previous()
+            return
+        rows_here = GROUP_ROWS if is_whole else min(outputs - first, GROUP_ROWS)
+        row = lane & GROUP_ROWS - 1 if is_whole else min(lane & GROUP_ROWS - 1, rows_here - 1)
         inner += SUB_BLOCK_BYTES * sub_blocks * choices
         group = down_offset + first * group_row_bytes
-        is_ahead = load_i64(blobs) & ROW_COMES == 0
-        if thread < top_k:
+        is_ahead = mark & ROW_COMES == 0
+        share = load_f32(shares + 4 * (choices + min(thread, top_k - 1)))
+        if turns > _READ_AHEAD and thread < top_k:
             ask(load_i64(blobs + 8 * thread), group, rows_here)
-            share = load_f32(shares + 4 * (choices + thread))
-            if pools:
-                list_choice(blobs, thread, share)
-            else:
-                shared_store_f32(shares_at + 4 * thread, share)
+        if pools and thread < top_k:
+            list_choice(blobs, thread, share)
         left = number_left(blobs) if pools else top_k
         here = left * parts
         if pools:
@@ -248,9 +260,15 @@ def _packed_down(
         before = load_f32(place) if thread < rows_here else f32(0.0)
 
         turn = 0
-        ones = read(warp, turn, here, blobs, idle, group, rows_here, row, quarter)
-        others = read(warp, turn + 1, here, blobs, idle, group, rows_here, row, quarter)
-        thirds = read(warp, turn + 2, here, blobs, idle, group, rows_here, row, quarter)
+        if pools:
+            one_word = word_of(warp, 0, here, blobs)
+            other_word = word_of(warp, 1, here, blobs)
+            third_word = word_of(warp, 2, here, blobs)
+        ones = read(one_word, warp, 0, here, idle, group, rows_here, row, quarter)
+        others = read(other_word, warp, 1, here, idle, group, rows_here, row, quarter)
+        thirds = read(third_word, warp, 2, here, idle, group, rows_here, row, quarter)
+        if not pools and thread < top_k:
+            shared_store_f32(shares_at + 4 * thread, share)
         fill(thread)
         if is_ahead:
             await_previous()
@@ -261,9 +279,16 @@ def _packed_down(
             total = add(total, warp, turn + 2, here, thirds, inner, lane, quarter)
             turn += 3
             if turn < turns:
-                ones = read(warp, turn, here, blobs, idle, group, rows_here, row, quarter)
-                others = read(warp, turn + 1, here, blobs, idle, group, rows_here, row, quarter)
-                thirds = read(warp, turn + 2, here, blobs, idle, group, rows_here, row, quarter)
+                one_word = word_of(warp, turn, here, blobs)
+                other_word = word_of(warp, turn + 1, here, blobs)
+                third_word = word_of(warp, turn + 2, here, blobs)
+                ones = read(one_word, warp, turn, here, idle, group, rows_here, row, quarter)
+                others = read(
+                    other_word, warp, turn + 1, here, idle, group, rows_here, row, quarter
+                )
+                thirds = read(
+                    third_word, warp, turn + 2, here, idle, group, rows_here, row, quarter
+                )
         barrier()
         if thread < rows_here:
             store_f32(place, before + sum_of(thread, left))

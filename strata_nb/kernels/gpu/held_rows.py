@@ -193,13 +193,14 @@ _MOST_PIECES = 4  # fours of a thread
 class RowNorm(NamedTuple):
     """Hold device functions that norm a row in a block of threads, which all take part.
 
-    fetch   (weight, thread): what a thread needs of the weights
+    ask     (weight, thread): what a thread needs of the weights; in front of a wait it is asked for
+            there, and nobody waits for it
     norm    (x, weights, thread, eps, sums): a thread's values of the row at x, normed. sums is the
             offset of 4 * WARP bytes of shared memory
     each    (values, thread, first, second): calls `act` of `row_norm` for each four of them
     """
 
-    fetch: Function
+    ask: Function
     norm: Function
     each: Function
 
@@ -217,7 +218,7 @@ def row_norm(width: int, threads: int, act: Function) -> RowNorm:
     """
     held = threads_that_hold(width)
     pieces = blocks_of(held, threads)
-    fetch, load = (_fours(one, pieces, threads, held - 1) for one in (fetch_4xf32, load_4xf32))
+    load = _fours(load_4xf32, pieces, threads, held - 1)
     store_sums = _each(_store_sum, pieces, threads, held)
     normed = _normed(pieces)
 
@@ -229,7 +230,7 @@ def row_norm(width: int, threads: int, act: Function) -> RowNorm:
         total = warp_sum(shared_load_f32(sums + 4 * lane) if lane < held >> 5 else f32(0.0))
         return normed(values, factor_of(total, width, eps), weights)
 
-    return RowNorm(fetch, norm, _each(act, pieces, threads, held))
+    return RowNorm(load, norm, _each(act, pieces, threads, held))
 
 
 def _store_sum(four: Any, number: Any, sums: Any, _: Any) -> None:

@@ -92,7 +92,7 @@ def _with_norm(
     def write(four: Any, number: Any, out: Any, packed: Any) -> None:
         write_four(four, number, out, packed, width >> 5)
 
-    fetch, norm, each = row_norm(width, threads, write)
+    ask, norm, each = row_norm(width, threads, write)
 
     def begin(rows: int, weight: int) -> Any:
         if thread_index() + block_x() + block_y() == 0:  # it was last read a token ago
@@ -104,7 +104,7 @@ def _with_norm(
     ) -> None:
         thread = i64(thread_index())
         if is_last(rows + ARRIVED, blocks, thread, place) and here > 0:
-            values = norm(x, fetch(weight, thread), thread, eps, sums)
+            values = norm(x, ask(weight, thread), thread, eps, sums)
             each(values, thread, out, packed)
 
     def one_row(
@@ -189,7 +189,7 @@ def _with_norm(
         if is_last(rows + ARRIVED, norm_blocks, thread, place) and here > 0:
             take(marks, y, box, state, thread)
             barrier()
-            values_here = norm(y, fetch(norm_weight, thread), thread, norm_eps, sums)
+            values_here = norm(y, ask(norm_weight, thread), thread, norm_eps, sums)
             each(values_here, thread, norm_out, norm_packed)
 
     functions: dict[tuple[str, ...], Function] = {

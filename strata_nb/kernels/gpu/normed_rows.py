@@ -27,11 +27,9 @@ from strata_nb.kernels.gpu.intrinsics import (
     WARP,
     await_previous,
     barrier,
-    bits_of_f32,
     block_x,
     f32,
     fetch_f32,
-    hold,
     i64,
     load_i64,
     shared_load_f32,
@@ -153,7 +151,7 @@ def _group_of(kind: TensorType, sub_blocks: int, groups: int) -> Function:
     def write(four: Any, number: Any, out: Any, packed: Any) -> None:
         to_shared(four, number, out, packed, sub_blocks)
 
-    fetch, norm, each = row_norm(width, WARP * warps * groups, write)
+    ask, norm, each = row_norm(width, WARP * warps * groups, write)
 
     def group_of(
         rows: int,
@@ -177,8 +175,7 @@ def _group_of(kind: TensorType, sub_blocks: int, groups: int) -> Function:
         finished = min(groups * number + (thread >> 3), last)
         output = GROUP_ROWS * finished + (thread & GROUP_ROWS - 1)
         before = fetch_f32(bias + 4 * output) if bias != 0 else f32(0.0)
-        norm_weights, here = fetch(norm_weight, thread), load_i64(rows)
-        hold(bits_of_f32(norm_weights[0]))
+        norm_weights, here = ask(norm_weight, thread), load_i64(rows)
         await_previous()
         each(norm(x, norm_weights, thread, eps, 0), thread, 0, row_at)
         barrier()

@@ -166,7 +166,7 @@ def router_kernel(kind: TensorType, width: int, experts: int, top_k: int, pools:
             write_four(four, number, out, packed, width >> 5)
 
     of_thread, route_one = expert_of(True, pools), route_row(experts, top_k, True, pools)
-    fetch, norm, keep_each = row_norm(width, _THREADS, keep)
+    ask, norm, keep_each = row_norm(width, _THREADS, keep)
     write_each = row_norm(width, _THREADS, write).each
 
     def add(total: Any, weights: Any, value: int) -> Any:
@@ -211,7 +211,7 @@ def router_kernel(kind: TensorType, width: int, experts: int, top_k: int, pools:
         of_output = weight + size * width * output
         first = eight(of_output + size * min(value, last))
         second = eight(of_output + size * min(value + step, last))
-        norm_weights = fetch(norm_weight, thread)
+        norm_weights = ask(norm_weight, thread)
         before = fetch_f32(bias + 4 * output) if bias != 0 else f32(0.0)
         of_expert = of_thread(thread, experts, addresses, homes, seen, plan)
         here = load_i64(rows)

@@ -32,6 +32,7 @@ from strata_nb.kernels.gpu.intrinsics import (
     barrier,
     end_copies,
     i32,
+    i64,
     load_i64,
     once_i32,
     once_i64,
@@ -211,7 +212,7 @@ def target_of(first: int, here: int, targets: int, number: int) -> Any:
     """Return which row of the results one of a block's rows is; of those behind the last the
     last."""
     target = first + min(number, here - 1)
-    return load_i64(targets + 8 * target) if targets != 0 else target
+    return i32(load_i64(targets + 8 * target) if targets != 0 else target)  # kept in a register
 
 
 @cache
@@ -274,9 +275,9 @@ def block_product(kind: TensorType, rows: int) -> Function:
         g, t = lane >> 2, lane & 3
         store(4 * (APART * 2 * t + 16 * warp + g))
         if thread < here:
-            shared_store_i64(target_at + 8 * thread, target)
+            shared_store_i64(target_at + 8 * thread, i64(target))
         if has_others and thread + THREADS < here:
-            shared_store_i64(target_at + 8 * (thread + THREADS), other)
+            shared_store_i64(target_at + 8 * (thread + THREADS), i64(other))
         barrier()
         return thread
 

@@ -80,6 +80,7 @@ from strata_nb.kernels.gpu.intrinsics.lanes import (
     block_z,
     blocks_z,
     lanes_where,
+    largest_of_lanes,
     of_any_lane,
     shuffle_xor_f32,
     shuffle_xor_i32,
@@ -141,7 +142,7 @@ from strata_nb.kernels.gpu.intrinsics.ordering import (
     once_i32,
     once_i64,
     post_i64,
-    posted_i64,
+    posted_2xi64,
     prefetch,
     store_system_i64,
 )

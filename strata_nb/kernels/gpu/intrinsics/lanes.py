@@ -8,7 +8,9 @@ from strata_nb.kernels.gpu.intrinsics.intrinsic import (
     WARP,
     Emit,
     Intrinsic,
+    by_age,
     constant,
+    escaped,
     llvm,
     llvm_call,
     llvm_function,
@@ -169,3 +171,29 @@ def _amd_lanes(builder: Any, arguments: list[Any]) -> Any:
 
 # A word with bit n set where lane n of a warp has an argument other than 0. All 32 lanes take part.
 lanes_where = Intrinsic("lanes_where", "i32(i32)", ptx=_nvidia_lanes, amdgpu=_amd_lanes)
+
+
+def _amd_largest(builder: Any, arguments: list[Any]) -> Any:
+    (found,) = arguments
+    for distance in (16, 8, 4, 2, 1):
+        other = _amd_shuffle(builder, [found, constant(distance)])
+        found = builder.select(builder.icmp_signed(">", found, other), found, other)
+    return found
+
+
+_STEP = "{{ .reg .b32 other; shfl.sync.bfly.b32 other, $0, {}, 31, -1; max.s32 $0, $0, other; }}"
+
+
+def _nvidia_largest(builder: Any, arguments: list[Any]) -> Any:
+    ir = llvm()
+    steps = ["mov.b32 $0, $1;", *(_STEP.format(distance) for distance in (16, 8, 4, 2, 1))]
+    text, constraints = by_age(80, "redux.sync.max.s32 $0, $1, -1;", steps, "=&r,r,~{memory}")
+    kind = ir.FunctionType(llvm_type("i32"), [llvm_type("i32")])
+    code = ir.InlineAsm(kind, escaped(text), constraints, True)
+    return builder.call(code, arguments, attrs=("convergent",))  # all lanes together, or none
+
+
+# The largest of the integers that the lanes of a warp have. All 32 lanes take part.
+largest_of_lanes = Intrinsic(
+    "largest_of_lanes", "i32(i32)", ptx=_nvidia_largest, amdgpu=_amd_largest
+)

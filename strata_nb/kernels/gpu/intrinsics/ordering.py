@@ -6,6 +6,7 @@ from typing import Any
 
 from strata_nb.kernels.gpu.intrinsics.intrinsic import (
     Intrinsic,
+    as_tuple,
     constant,
     llvm_call,
     llvm_type,
@@ -85,8 +86,10 @@ arrive = Intrinsic(
 
 
 def _amd_posted(builder: Any, arguments: list[Any]) -> Any:
-    place = in_global(builder, arguments[0], llvm_type("i64"))
-    return builder.load_atomic(place, "monotonic", 8)
+    word = llvm_type("i64")
+    places = [arguments[0], builder.add(arguments[0], constant(8, 64))]
+    found = [in_global(builder, place, word) for place in places]
+    return as_tuple(builder, [builder.load_atomic(place, "monotonic", 8) for place in found])
 
 
 def _amd_post(builder: Any, arguments: list[Any]) -> None:
@@ -95,17 +98,17 @@ def _amd_post(builder: Any, arguments: list[Any]) -> None:
 
 
 # A word that another launch looks for while this one runs: it is there as a whole, and says nothing
-# of what else was written.
+# of what else was written. It is looked for with its neighbour, from a multiple of 16 on.
 post_i64 = Intrinsic(
     "post_i64",
     "void(i64, i64)",
     ptx=("st.relaxed.gpu.global.s64 [$0], $1;", "l,l,~{memory}"),
     amdgpu=_amd_post,
 )
-posted_i64 = Intrinsic(
-    "posted_i64",
-    "i64(i64)",
-    ptx=("ld.relaxed.gpu.global.s64 $0, [$1];", "=l,l,~{memory}"),
+posted_2xi64 = Intrinsic(
+    "posted_2xi64",
+    "2xi64(i64)",
+    ptx=("ld.relaxed.gpu.global.v2.s64 {$0, $1}, [$2];", "=l,=l,l,~{memory}"),
     amdgpu=_amd_posted,
 )
 
