@@ -212,8 +212,16 @@ def test_windows_with_other_bits_where_launches_do_not_overlap_end_the_program(
 def test_every_launch_of_a_batch_has_a_limit(
     run: Programs, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    replay, replayed = CardBackend._replay, list[int]()
+
+    def counted(card: CardBackend, before: int, executable: int, *events: int) -> float:
+        replayed.append(executable)
+        return replay(card, before, executable, *events)
+
+    monkeypatch.setattr(CardBackend, "_replay", counted)
     monkeypatch.setattr(card_one_batch, "REPLAYS", 1)
     found = run(card_one_batch, tiny, "--rows=9")
+    assert len(replayed) == len(set(replayed))
     assert {line["label"] for line in found["lines"]} >= {"token_embd", "attn_q", "attention"}
     unknown = {line["kernel"] for line in found["lines"] if not line["limit_us"]}
     assert unknown == {"batch_slices", "combine_64"}  # which batches of many rows have not

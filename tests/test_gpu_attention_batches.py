@@ -197,10 +197,11 @@ def test_code_that_overwrites_what_products_still_read_is_seen(
     turned = low >> np.uint64(62) == 1
     of_keys, of_values = (np.flatnonzero(products & these) for these in (~turned, turned))
     assert len(of_keys) == len(of_values) == 4
-    queries = int(low[of_keys[0]]) >> 24 & 0xFF
-    overwriting = bytearray(image)
-    overwriting[16 * int(of_values[0]) + 2] = queries  # the register that it writes
-    assert loses_words(bytes(overwriting), kernel.name)
+    for queries in (int(low[one]) >> 24 & 0xFF for one in of_keys):
+        for word in range(4):
+            overwriting = bytearray(image)
+            overwriting[16 * int(of_values[0]) + 2] = queries + word  # the register that it writes
+            assert loses_words(bytes(overwriting), kernel.name)
     monkeypatch.setattr(gpu_compile, "loses_words", lambda *_: True)
     with pytest.raises(UnsupportedDevice, match="attention_warpgroups_64_64 for sm_90a overwrites"):
         cubin_of(kernel, KINDS, "sm_90")
