@@ -140,6 +140,7 @@ def bytes_of_rows(one: CardLaunch, rows: int, model: Description) -> int:
     given, name = one.arguments, one.kernel.name
     values, outputs = given.get("values", 0), given.get("outputs", 0)
     width, choices = given.get("width", 0), given.get("top_k", 1)
+    results = FLOAT * outputs * (2 if given.get("add") else 1)
     halves, lengths = BYTES_OF_HALVES, model.kv_heads * (model.key_length + model.value_length)
     queries, mixed = model.heads * model.key_length, model.heads * model.value_length
     each = {
@@ -147,10 +148,11 @@ def bytes_of_rows(one: CardLaunch, rows: int, model: Description) -> int:
         "rms_norm": FLOAT * width + row_bytes(width) + (FLOAT * width if given.get("out") else 0),
         "quantise": FLOAT * values + row_bytes(values),
         "warpgroup_halves": row_bytes(values) + halves * values,
-        "warpgroup_linear": halves * values + FLOAT * outputs * (2 if given.get("add") else 1),
-        "batch_linear_f": FLOAT * (values + outputs),
-        "batch_linear_tiles": FLOAT * (values + outputs),
-        "batch_linear_": row_bytes(values) + FLOAT * outputs * (2 if given.get("add") else 1),
+        "warpgroup_linear": halves * values + results,
+        "batch_linear_f": FLOAT * values + results,
+        "batch_linear_bf16": FLOAT * values + results,
+        "batch_linear_tiles": FLOAT * values + results,
+        "batch_linear_": row_bytes(values) + results,
         "prepare": 2 * FLOAT * queries + (FLOAT + halves) * lengths,
         "batch_prepare": 2 * FLOAT * queries + (FLOAT + halves) * lengths,
         "attention": FLOAT * (queries + mixed),

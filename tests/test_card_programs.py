@@ -30,17 +30,20 @@ import pytest
 from card_world import Simulated, failing_card
 from cuda_table_of_host import Launch
 from device_world import SHAPE, TINY, make_tiny
+from gpu_launches import shaped
 from make_model import make_model
 
-from strata_nb import Engine, Options, backend
+from strata_nb import Engine, Options, backend, models
 from strata_nb.addresses import memory_view
 from strata_nb.card_backend import CardBackend
 from strata_nb.commands.bench_misses import Misses
 from strata_nb.errors import StrataError, UnsupportedDevice
 from strata_nb.formats import TensorType, row_bytes
+from strata_nb.gguf import GGUFFile
 from strata_nb.kernels.gpu.card_launch import CardLaunch
 from strata_nb.kernels.gpu.launches import card_launches
 from strata_nb.kernels.gpu.operations import GpuKernel
+from strata_nb.packing import UNPACKED
 from strata_nb.plain_read import PlainRead
 from strata_nb.steps import Row
 
@@ -209,11 +212,32 @@ def test_windows_with_other_bits_where_launches_do_not_overlap_end_the_program(
 def test_every_launch_of_a_batch_has_a_limit(
     run: Programs, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    replay, replayed = CardBackend._replay, list[int]()
+
+    def counted(card: CardBackend, before: int, executable: int, *events: int) -> float:
+        replayed.append(executable)
+        return replay(card, before, executable, *events)
+
+    monkeypatch.setattr(CardBackend, "_replay", counted)
     monkeypatch.setattr(card_one_batch, "REPLAYS", 1)
     found = run(card_one_batch, tiny, "--rows=9")
+    assert len(replayed) == len(set(replayed))
     assert {line["label"] for line in found["lines"]} >= {"token_embd", "attn_q", "attention"}
     unknown = {line["kernel"] for line in found["lines"] if not line["limit_us"]}
     assert unknown == {"batch_slices", "combine_64"}  # which batches of many rows have not
+
+
+@pytest.mark.parametrize("rows", [9, 4096])
+@pytest.mark.parametrize("kind", sorted(UNPACKED), ids=lambda kind: kind.name)
+def test_rows_of_products_by_floats_are_read_as_floats(
+    tiny: str, kind: TensorType, rows: int
+) -> None:
+    with GGUFFile.open(Path(tiny)) as file:
+        model = models.describe(file)
+    for add, results in (0, 128), (1, 256):
+        linear = shaped("linear", kind, values=2048, outputs=128, add=add)
+        (one,) = card_launches((linear,), rows)
+        assert card_one_batch.bytes_of_rows(one, rows, model) == rows * 4 * (2048 + results)
 
 
 @pytest.mark.usefixtures("card", "made_up_products")

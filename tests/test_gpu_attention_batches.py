@@ -197,19 +197,21 @@ def test_code_that_overwrites_what_products_still_read_is_seen(
     turned = low >> np.uint64(62) == 1
     of_keys, of_values = (np.flatnonzero(products & these) for these in (~turned, turned))
     assert len(of_keys) == len(of_values) == 4
-    queries = int(low[of_keys[0]]) >> 24 & 0xFF
 
-    def loses_them_at(place: int) -> bool:
+    def loses_at(place: int, word: int) -> bool:
         overwriting = bytearray(image)
-        overwriting[16 * place + 2] = queries  # the register that it writes
+        overwriting[16 * place + 2] = word  # the register that it writes
         return loses_words(bytes(overwriting), kernel.name)
 
-    assert loses_them_at(int(of_values[0]))
+    queries = [int(low[one]) >> 24 & 0xFF for one in of_keys]
+    for word in (first + number for first in queries for number in range(4)):
+        assert loses_at(int(of_values[0]), word)
     # Lanes that are apart meet behind all loops, for some of which the code is part of this one.
     apart = np.flatnonzero(low & np.uint64(0xFFF) == 0x389).tolist()
     assert min(apart) > of_values[-1]
-    assert any(map(loses_them_at, apart))
-    assert not all(map(loses_them_at, apart))
+    seen = [loses_at(place, queries[0]) for place in apart]
+    assert any(seen)
+    assert not all(seen)
     monkeypatch.setattr(gpu_compile, "loses_words", lambda *_: True)
     with pytest.raises(UnsupportedDevice, match="attention_warpgroups_64_64 for sm_90a overwrites"):
         cubin_of(kernel, KINDS, "sm_90")

@@ -227,7 +227,13 @@ def test_cells_of_many_rows_are_prepared_with_the_same_bits(
 
 @pytest.mark.parametrize(
     ("lengths", "planes", "halves"),
-    [((128, 80), 64, 1), ((96, 64), 32, 1), ((128, 64), 40, 1), ((64, 64), 24, 0)],
+    [
+        ((128, 80), 64, 1),
+        ((96, 64), 32, 1),
+        ((128, 64), 40, 1),
+        ((64, 64), 24, 0),
+        ((64, 64), 0, 1),
+    ],
     ids=str,
 )
 def test_many_rows_of_other_heads_are_prepared_as_few(

@@ -14,6 +14,7 @@ From a program to machine code:
     intrinsics/       the instructions that Python lacks, by name
     binding.py        gives the names in a kernel their meaning
     compile.py        Numba makes machine code of a kernel: the only importer of numba.cuda
+    machine_code.py   a look at that of warpgroups, which a linker has got wrong
     cubins.py         machine code on disk
 
 Kernels and what they are made of, in the order of a step:
@@ -27,7 +28,7 @@ Kernels and what they are made of, in the order of a step:
     attention_tiles.py, attention_sets.py, attention_products.py, attention_results.py
                                                                 attention of prompt batches
     attention_batches.py, attention_blocks.py, attention_fragments.py, attention_spans.py,
-    attention_weights.py                                        the same in an order of its own
+    attention_weights.py, attention_warpgroups.py               the same in an order of its own
     router.py, routing.py, filling.py                           the choice of experts, and of slots
     experts.py, expert_*.py, pooled.py, early_*.py              the chosen experts of all rows
     grouping.py, grouped.py, gathering.py                       experts of prompt batches

@@ -315,7 +315,8 @@ def _turns(kind: TensorType, values: int) -> _Turns:
 def batch_float_tiles_kernel(kind: TensorType, values: int) -> GpuKernel:
     """Return `linear` of the table for a type of `FLOATS` and rows of so many values, whole eights.
 
-    Its grid is (rows / 64, outputs / 64), of 256 threads.
+    Its grid is (rows / 64, outputs / 64), of 256 threads. A block reads its 64 rows and its 64
+    outputs once; it writes 4 bytes for each of its sums.
     """
     size, chains = _WEIGHTS[kind].size_bytes, _CHAINS * parts_of(values)
     ask, chain_of = _turns(kind, values)

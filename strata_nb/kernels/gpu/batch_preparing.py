@@ -85,7 +85,8 @@ def _storer(turns: int) -> Function:
 
 @cache
 def _cell_storer(kind: str, length: int, groups: int) -> Function:
-    """Return a function (plane, cell, values, lane): store the last `groups` of a cell's."""
+    """Return a function (plane, cell, values, lane): store the last `groups` groups of a head's
+    values, as a part of a cell; a lane has two values of each."""
     store, group = store_of(kind, length), length // STORED_TOGETHER - groups
 
     def one(plane: int, cell: int, values: Any, lane: int) -> None:
@@ -229,6 +230,9 @@ def batch_prepare_kernel(
 
     kinds     of `CACHE_TYPES`, of keys and of values
     lengths   of heads, likewise
+    planes, halves   of the rotation, as `rope` of the table has them
+
+    Reads 4 bytes of each value of q, k and v; writes 4 of q, and those of the cell.
     """
     (key_length, value_length), turns = lengths, lengths[0] // WARP
     load, store, normed = _loader(load_f32, turns), _storer(turns), _norm(key_length)

@@ -113,7 +113,8 @@ def _added(choices: int) -> Function:
 @cache
 def half_sum_kernel(top_k: int) -> GpuKernel:
     """Return `sum_kernel` for products that are halves, in units of `half_stages.ROWS_BY`, and
-    outputs that are a multiple of four. Reads 2 * top_k bytes for each value, adds 4.
+    outputs that are a multiple of four; grid (outputs / 1,024, rows). Reads 2 * top_k bytes for
+    each value, adds 4.
     """
     halves_of, added = _halves_of(top_k), _added(top_k)
 

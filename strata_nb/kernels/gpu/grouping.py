@@ -60,24 +60,25 @@ def _sum_of_warps(kind: int, warps: int) -> Any:
     return total
 
 
-def _four(chosen: int, choice: int, step: int, last: int) -> Any:
-    """Return four choices at once, of which the loads wait for each other otherwise: those behind
-    the last are the last again."""
+def _four(chosen: int, choice: int, choices: int) -> Any:
+    """Return four choices of a thread of `count`, of which the loads wait for each other otherwise:
+    those behind the last are the last again."""
+    last = choices - 1
     return (
         load_i64(chosen + 8 * choice),
-        load_i64(chosen + 8 * min(choice + step, last)),
-        load_i64(chosen + 8 * min(choice + 2 * step, last)),
-        load_i64(chosen + 8 * min(choice + 3 * step, last)),
+        load_i64(chosen + 8 * min(choice + _COUNTING, last)),
+        load_i64(chosen + 8 * min(choice + 2 * _COUNTING, last)),
+        load_i64(chosen + 8 * min(choice + 3 * _COUNTING, last)),
     )
 
 
-def _hits(four: Any, choice: int, step: int, end: int, expert: int) -> Any:
-    """Return how many of four choices that there are, below `end`, are of an expert."""
+def _hits(four: Any, choice: int, choices: int, expert: int) -> Any:
+    """Return how many of four choices that there are, are of an expert."""
     a, b, c, d = four
     found = 1 if a == expert else 0
-    found += 1 if b == expert and choice + step < end else 0
-    found += 1 if c == expert and choice + 2 * step < end else 0
-    return found + (1 if d == expert and choice + 3 * step < end else 0)
+    found += 1 if b == expert and choice + _COUNTING < choices else 0
+    found += 1 if c == expert and choice + 2 * _COUNTING < choices else 0
+    return found + (1 if d == expert and choice + 3 * _COUNTING < choices else 0)
 
 
 def _count(rows: int, chosen: int, counts: int, experts: int, top_k: int) -> None:
@@ -85,8 +86,7 @@ def _count(rows: int, chosen: int, counts: int, experts: int, top_k: int) -> Non
     choices = load_i64(rows) * top_k
     found, choice = i64(0), thread
     while choice < choices:
-        four = _four(chosen, choice, _COUNTING, choices - 1)
-        found += _hits(four, choice, _COUNTING, choices, expert)
+        found += _hits(_four(chosen, choice, choices), choice, choices, expert)
         choice += 4 * _COUNTING
     _store_sum(0, thread, found)
     barrier()
@@ -148,9 +148,14 @@ def _found(lanes: Any) -> Any:
 
 @cache
 def _storer(top_k: int, number: int) -> Function:
-    """Return a function (lanes, choice, place, members, sources, below): store what a thread has of
-    the last `number` of its eight choices, where words of lanes say so; `place` is the first of the
-    warp, `below` has the bits of lower lanes."""
+    """Return a function (lanes, choice, place, members, sources, below, lane): store what a lane
+    has of the last `number` of its eight choices, where words of lanes say so.
+
+    lanes    a word for each of them, of the lanes that have a choice of the expert
+    choice   the lane's first of them
+    place    of members and of sources, where those of the warp begin
+    below    has the bits of lower lanes
+    """
 
     def one(
         lanes: Any, choice: int, place: int, members: int, sources: int, below: int, lane: int

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _SECTION = struct.Struct("<IIQQQQ")  # of an ELF file: name, kind, flags, address, offset, size
-_PRODUCT, _BRANCH = 0xDF0, 0x947
+_PRODUCT, _BRANCH = 0xDF0, 0x947  # a product: one whose words of A are in registers
 _WRITE_NONE = (_BRANCH, 0xFAE, 0x2CA)  # a copy to shared memory, a word for all lanes
 _TURNED = 1 << 62  # of a product: columns of A meet rows of B in memory
 _BYTES = 16  # of an instruction

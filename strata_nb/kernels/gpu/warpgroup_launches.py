@@ -23,14 +23,13 @@ from strata_nb.kernels.gpu.warpgroup_products import (
     warpgroup_linear_kernel,
 )
 from strata_nb.kernels.gpu.warpgroup_sums import EIGHT
-from strata_nb.kernels.gpu.warpgroup_tiles import OUTPUTS, SIZES
+from strata_nb.kernels.gpu.warpgroup_tiles import IN_PAIRS, OUTPUTS, SIZES
 from strata_nb.kernels.quantised_rows import row_bytes
 
 # What products of bytes do sooner on an H200: fewer choices of an expert, on average, and fewer
 # blocks of 128 rows.
 _FEWEST_CHOICES = 24
 _FEWEST_BLOCKS = 48
-_IN_PAIRS = 128
 _SPREAD = 2  # standard deviations of choices that are drawn, of which few experts have more
 _MANY_BLOCKS = 128  # of 256 rows: about what a card runs at once
 
@@ -94,14 +93,14 @@ def rows_of_tile(rows: int, top_k: int, experts: int) -> int:
     """Return how many choices of an expert a tile has; 0 where they are too few for warpgroups.
 
     Each tile has its weights decoded anew, so one should be enough for most experts. But of blocks
-    up to `_IN_PAIRS` rows a multiprocessor runs two, which wait beside each other: they are worth
+    up to `IN_PAIRS` rows a multiprocessor runs two, which wait beside each other: they are worth
     it even where half of the experts have a second tile.
     """
     each = rows * top_k / experts
     if each < _FEWEST_CHOICES:
         return 0
     most = each + _SPREAD * each**0.5
-    small = [size for size in SIZES if size <= _IN_PAIRS]
-    large = [size for size in SIZES if size > _IN_PAIRS]
-    usable = small if each <= _IN_PAIRS else large
+    small = [size for size in SIZES if size <= IN_PAIRS]
+    large = [size for size in SIZES if size > IN_PAIRS]
+    usable = small if each <= IN_PAIRS else large
     return next((size for size in usable if most <= size), usable[-1])

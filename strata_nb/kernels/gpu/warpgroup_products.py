@@ -35,6 +35,7 @@ from strata_nb.kernels.gpu.operations import (
 )
 from strata_nb.kernels.gpu.warpgroup_sums import store_gated, store_products, store_rows
 from strata_nb.kernels.gpu.warpgroup_tiles import (
+    IN_PAIRS,
     OUTPUTS,
     THREADS,
     WARPGROUPS,
@@ -45,7 +46,7 @@ from strata_nb.kernels.groups import TILE_BYTES, most_tiles
 from strata_nb.kernels.quantised_rows import SCALES, SUB_BLOCK_BYTES
 
 _PIECES = 128  # that a block of `halves_kernel` makes
-_REGISTERS = {320: 255, 256: 255, 128: 128, 64: 128}  # one block a multiprocessor, or two
+_REGISTERS, _REGISTERS_OF_PAIRS = 255, 128  # of a thread
 
 
 def _kernel(
@@ -58,7 +59,7 @@ def _kernel(
         THREADS,
         grid,
         lambda _: shared_bytes,
-        _REGISTERS[rows],
+        _REGISTERS_OF_PAIRS if rows <= IN_PAIRS else _REGISTERS,
         reads,
     )
 

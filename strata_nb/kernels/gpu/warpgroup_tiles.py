@@ -62,6 +62,7 @@ THREADS = WARPGROUPS * WARPGROUP
 OUTPUTS = WARPGROUPS * M  # of a block
 APART = OUTPUTS + 4  # floats between rows of sums, so that lanes have banks of their own
 SIZES = (64, 128, 256, 320)  # rows that are multiplied at once: the next that is enough
+IN_PAIRS = 128  # rows: of blocks with so many or fewer a multiprocessor runs two
 _NEXT = K // SUB_BLOCK  # sub-blocks from a tile to the next
 # Shared memory: tiles of weights, and of rows, each of which take turns.
 _WEIGHTS = ROW_BYTES * OUTPUTS
