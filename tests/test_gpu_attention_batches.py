@@ -202,6 +202,10 @@ def test_code_that_overwrites_what_products_still_read_is_seen(
             overwriting = bytearray(image)
             overwriting[16 * int(of_values[0]) + 2] = queries + word  # the register that it writes
             assert loses_words(bytes(overwriting), kernel.name)
+    straight = bytearray(image)
+    for branch in np.flatnonzero(low & np.uint64(0xFFF) == 0x947):
+        straight[16 * int(branch)] = 0x18  # something else in its place: no loop is left
+    assert loses_words(bytes(straight), kernel.name)
     monkeypatch.setattr(gpu_compile, "loses_words", lambda *_: True)
     with pytest.raises(UnsupportedDevice, match="attention_warpgroups_64_64 for sm_90a overwrites"):
         cubin_of(kernel, KINDS, "sm_90")
