@@ -212,6 +212,10 @@ def test_code_that_overwrites_what_products_still_read_is_seen(
     seen = [loses_at(place, queries[0]) for place in apart]
     assert any(seen)
     assert not all(seen)
+    straight = bytearray(image)
+    for branch in np.flatnonzero(low & np.uint64(0xFFF) == 0x947):
+        straight[16 * int(branch)] = 0x18  # something else in its place: no loop is left
+    assert loses_words(bytes(straight), kernel.name)
     monkeypatch.setattr(gpu_compile, "loses_words", lambda *_: True)
     with pytest.raises(UnsupportedDevice, match="attention_warpgroups_64_64 for sm_90a overwrites"):
         cubin_of(kernel, KINDS, "sm_90")

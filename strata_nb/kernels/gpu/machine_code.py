@@ -29,13 +29,16 @@ Words = NDArray[np.uint64]
 
 def loses_words(image: bytes, entry: str) -> bool:
     """Return whether a kernel's cubin for compute capability 9.0 overwrites words of A that
-    products with rows of B read in each turn of a loop."""
+    products with rows of B read in each turn of a loop, or has such products in no one loop: what
+    cannot be seen is not taken for right."""
     low, high = _code(image, entry).T
     codes = low & 0xFFF
     (products,) = np.nonzero((codes == _PRODUCT) & (low & _TURNED == 0))
     if not products.size:
         return False
     inside = _loop(low, high, products)
+    if not inside:
+        return True
     read = {int(first) + word for first in low[products] >> 24 & 0xFF for word in range(_WORDS)}
     written = (low[inside] >> 16 & 0xFF)[~np.isin(codes[inside], _WRITE_NONE)]
     return bool(np.isin(written, sorted(read)).any())
