@@ -16,9 +16,10 @@ of a few replays counts. Every expert has a slot, and routes are the model's own
 
 The limit of a launch is the larger of two times: its bytes at the rate of a plain read, and its
 operations at the rate that cuBLAS reaches in bfloat16 with the batch's rows and a matrix of 4,096
-by 4,096, both of the same run. Bytes are those of weights, and of the rows that go in and come out,
-each once. Operations are two for each weight and row, and in attention two for each product of a
-query with a key that its row sees, and of a weight with a value.
+by 4,096, both of the same run; without that library, which a line says, its bytes alone. Bytes are
+those of weights, and of the rows that go in and come out, each once. Operations are two for each
+weight and row, and in attention two for each product of a query with a key that its row sees, and
+of a weight with a value.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ def lines_of(
     figures   rows, depth, plain_read and cublas_tops of the run
     """
     rows, depth = figures["rows"], figures["depth"]
+    if figures["cublas_tops"] is None:
+        print("no cuBLAS: limits are those of bytes alone", file=sys.stderr)
     print(f"{rows:,} rows at depth {depth:,}: {found.whole_s * 1e3:,.1f} ms, ", end="")
     print(f"{rows / found.whole_s:,.0f} tok/s; the lines sum to {found.sum_s * 1e3:,.1f} ms")
     kinds = {(_label(one), one.kernel.name): one for one in launches}

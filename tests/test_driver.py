@@ -33,6 +33,7 @@ REFUSAL = (RuleViolation, DriverError)
 UNKNOWN = 999
 PAGE_BYTES = 4096
 CARD_CHUNK_BYTES = 32 << 20  # thousands fill a card, not tens of thousands
+KEPT_OF_TWO_BYTES = 2 << 20  # of each of two cards that reach each other; of one card nothing
 
 
 @pytest.fixture(params=WORLDS)
@@ -60,6 +61,7 @@ def case_of(world: CudaWorld) -> DriverCase:
         REFUSAL,
         with_path=pair if reaches else None,
         without_path=None if reaches else pair,
+        kept_bytes=KEPT_OF_TWO_BYTES if world.is_pair else 0,
     )
 
 

@@ -55,7 +55,14 @@ def grouped(
 
 @pytest.mark.parametrize(
     ("rows", "experts", "top_k", "tile_rows"),
-    [(9, 3, 2, 64), (70, 2, 1, 64), (650, 4, 3, 64), (1, 12, 10, 64), (1400, 4, 3, 256)],
+    [
+        (9, 3, 2, 64),
+        (70, 2, 1, 64),
+        (650, 4, 3, 64),
+        (1, 12, 10, 64),
+        (1400, 4, 3, 256),
+        (700, 2, 1, 320),
+    ],
 )
 def test_choices_are_sorted_by_expert_and_cut_into_tiles(
     gpu: gpu_launches.Run, rows: int, experts: int, top_k: int, tile_rows: int

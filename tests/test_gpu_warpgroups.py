@@ -183,8 +183,14 @@ def test_warpgroups_pass_a_layers_experts() -> None:
     assert np.all(arrays["y"][rows:] == UNTOUCHED)
 
 
-def test_products_of_choices_are_rounded_to_halves(warpgroups: gpu_launches.Run) -> None:
-    kind, rows, outputs, values, top_k = T.Q8_0, 70, 136, 64, 2  # blocks of 128 and 8 outputs
+@pytest.mark.parametrize(
+    ("rows", "outputs", "tile_rows"),
+    [(70, 136, 128), (180, 8, 320)],  # blocks of 128 and 8 outputs; more rows than threads
+)
+def test_products_of_choices_are_rounded_to_halves(
+    warpgroups: gpu_launches.Run, rows: int, outputs: int, tile_rows: int
+) -> None:
+    kind, values, top_k = T.Q8_0, 64, 2
     held = Experts(2, (kind, outputs, values))
     x, y = normal(rows * top_k, values, seed=1), np.full((rows * top_k + 1, outputs), -7)
     places = np.random.default_rng(2).permutation(rows * top_k)
@@ -202,7 +208,7 @@ def test_products_of_choices_are_rounded_to_halves(warpgroups: gpu_launches.Run)
         "experts": 2,
         "top_k": top_k,
     }
-    variant, tables = (kind, 128), [held.memory]
+    variant, tables = (kind, tile_rows), [held.memory]
     warpgroups("warpgroup_expert", words, ["y"], variant=variant, most_rows=rows, tables=tables)
     for expert, some in enumerate((places[:64], places[64:])):
         matrix = held.parts[0][expert]

@@ -34,8 +34,8 @@ from strata_nb.kernels.gpu.rotation import STORED_TOGETHER, first_of, second_of,
 
 _THREADS = 256
 _WARPS = _THREADS // WARP
-_REGISTERS = {True: 64, False: 128}  # of a thread, where heads are of the usual length or not
-_USUAL_LENGTH = 128
+_REGISTERS, _REGISTERS_OF_LONG = 64, 128  # of a thread
+_USUAL_LENGTH = 128  # of heads; longer ones take more registers
 _BLOCK_SHIFT = BLOCK_CELLS.bit_length() - 1
 
 
@@ -301,5 +301,5 @@ def batch_prepare_kernel(
         prepare,
         _THREADS,
         lambda _, most_rows: (most_rows, 1, 1),
-        registers=_REGISTERS[max(lengths) <= _USUAL_LENGTH],
+        registers=_REGISTERS if max(lengths) <= _USUAL_LENGTH else _REGISTERS_OF_LONG,
     )
